@@ -1,0 +1,1 @@
+comment on view pgflow.extensions_version is 'PgFlow version=6';
