@@ -35,9 +35,10 @@ begin
     for update skip locked
   ) locked;
 
+  -- This query's snapshot is older than what start_tasks does in it: started_at is written down again as it sets it.
   return query
   select c.run_id, c.step_slug, c.task_index, c.attempts_count,
-    coalesce(st.opt_max_attempts, f.opt_max_attempts), t.started_at, coalesce(st.opt_timeout, f.opt_timeout),
+    coalesce(st.opt_max_attempts, f.opt_max_attempts), greatest(now(), t.queued_at), coalesce(st.opt_timeout, f.opt_timeout),
     c.input, c.flow_input
   from pgflow.start_tasks(p_flow_slug, v_message_ids, p_worker_id, p_queue_name) c
   join pgflow.step_tasks t on t.run_id = c.run_id and t.step_slug = c.step_slug and t.task_index = c.task_index
@@ -77,8 +78,8 @@ begin
 end
 $$;
 
--- Record the outcome of one attempt: 'completed', 'failed' (retried as the policy says), 'failed_for_good', or
--- 'released' (handed back; costs no attempt). The attempt is known by its claim, (worker, started_at): attempt numbers
+-- Record the outcome of one attempt: 'completed', 'failed' (retried as the policy says), 'failed_for_good', 'released'
+-- (handed back; costs no attempt), or 'crashed' (the same, but counted: the third time the task fails). The attempt is known by its claim, (worker, started_at): attempt numbers
 -- repeat after a release. Returns the task's status, or 'overtaken' when another claim has it by now.
 create function pgflow_otp.settle_task(
   p_run_id uuid, p_step_slug text, p_task_index int, p_worker_id uuid, p_started_at timestamptz,
@@ -108,16 +109,21 @@ begin
     select c.status into v_task.status from pgflow.fail_task(p_run_id, p_step_slug, p_task_index, p_error) c;
   elsif p_outcome = 'failed_for_good' then
     v_task.status := pgflow_otp._fail_for_good(p_run_id, p_step_slug, p_task_index, p_error);
-  elsif p_outcome = 'released' then
+  elsif p_outcome = 'crashed' and v_task.requeued_count >= 2 then
+    v_task.status := pgflow_otp._fail_for_good(p_run_id, p_step_slug, p_task_index, p_error);
+  elsif p_outcome in ('released', 'crashed') then
     update pgflow.step_tasks t
-    set status = 'queued', started_at = null, last_worker_id = null, attempts_count = greatest(t.attempts_count - 1, 0)
+    set status = 'queued', started_at = null, last_worker_id = null,
+        attempts_count = greatest(t.attempts_count - 1, 0),
+        requeued_count = t.requeued_count + case when p_outcome = 'crashed' then 1 else 0 end,
+        last_requeued_at = case when p_outcome = 'crashed' then now() else t.last_requeued_at end
     where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index
     returning t.status into v_task.status;
     if v_task.message_id is not null then
       perform pgmq.set_vt(v_task.queue_name, v_task.message_id, 0);
     end if;
   else
-    raise exception 'unknown outcome "%": use completed, failed, failed_for_good or released', p_outcome;
+    raise exception 'unknown outcome "%": use completed, failed, failed_for_good, released or crashed', p_outcome;
   end if;
   return v_task.status;
 end

@@ -1,0 +1,98 @@
+"""Options that several commands share, and the values behind them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pgflow_otp.db.dsn import check_dsn, find_dsn
+from pgflow_otp.flow.payload import decode
+from pgflow_otp.runtime.handle import start_embedded
+from pgflow_otp.settings import LOG_LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pgflow_otp.db.embedded import EmbeddedServer
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+dsn_option = click.option(
+    "--dsn", metavar="DSN", help="Database, as URI or 'host=… dbname=…'. Default: see `pgflow-otp --help`."
+)
+
+_SETTINGS = (
+    ("--name", str, "Name of the tree, shown in process titles."),
+    ("--max-concurrency", int, "Handlers of one flow that may run at once (10)."),
+    ("--batch-size", int, "Messages one claim may read (10)."),
+    ("--min-poll-interval", float, "Seconds between polls that found nothing, at least (1)."),
+    ("--max-poll-interval", float, "The same, at most (5)."),
+    ("--heartbeat-interval", float, "Seconds between heartbeats, at most 20 (10)."),
+    ("--recovery-interval", float, "Seconds between sweeps for stalled tasks (15)."),
+    ("--stale-threshold", float, "Seconds past its timeout after which a task is stalled (60)."),
+    ("--drain-timeout", float, "Seconds running handlers get at shutdown (30)."),
+    ("--kill-grace", float, "Seconds from SIGTERM to SIGKILL of a handler (3)."),
+    ("--boot-timeout", float, "Seconds importing a module may take (60)."),
+    ("--idle-timeout", float, "Seconds after which an idle handler process is retired (60)."),
+    ("--max-tasks-per-process", int, "Tasks after which a handler process is replaced (never)."),
+    ("--max-payload-mb", float, "Largest input or output of a handler, in MiB (16)."),
+)
+
+
+def setting_options(command: Command) -> Command:
+    """Add an option for every setting of a tree."""
+    command = click.option(
+        "--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), help="Least severe level that is logged."
+    )(command)
+    for flag, kind, text in reversed(_SETTINGS):
+        command = click.option(flag, type=kind, help=text)(command)
+    return command
+
+
+@contextmanager
+def database(dsn: str | None) -> Iterator[str]:
+    """Give the DSN that holds here; the embedded server runs meanwhile if it is the one."""
+    found, server = resolve_database(dsn)
+    try:
+        yield found
+    finally:
+        if server is not None:
+            server.release()
+
+
+def resolve_database(dsn: str | None) -> tuple[str, EmbeddedServer | None]:
+    """Return the DSN that holds here, and the embedded server, held, if it is the one."""
+    found = check_dsn(dsn, "--dsn") if dsn is not None else find_dsn()
+    if found is not None:
+        return found, None
+    server, embedded_dsn = start_embedded()
+    click.echo(f"using the embedded PostgreSQL: {server.uri}", err=True)
+    return embedded_dsn, server
+
+
+class JsonInput(click.ParamType):
+    """JSON, @file, or - for standard input."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value == "-":
+            raw, where = sys.stdin.buffer.read(), "standard input"
+        elif value.startswith("@"):
+            where = value[1:]
+            try:
+                with open(where, "rb") as file:
+                    raw = file.read()
+            except OSError as error:
+                self.fail(f"cannot read {where}: {error.strerror}", param, ctx)
+        else:
+            raw, where = value.encode("utf-8", "surrogateescape"), repr(value)
+        try:
+            return (decode(raw),)
+        except Exception as error:
+            self.fail(f"{where[:80]} is not JSON ({str(error).removeprefix('not JSON: ')})", param, ctx)

@@ -1,0 +1,1 @@
+"""What a user declares: flows, steps, jobs. Pure: no clock, no process, no database."""

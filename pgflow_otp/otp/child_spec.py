@@ -1,0 +1,131 @@
+"""Child specifications and supervisor flags, and the checks of every field. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Restart: TypeAlias = Literal["permanent", "transient", "temporary"]
+Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
+Shutdown: TypeAlias = "int | Literal['infinity', 'brutal_kill']"
+
+
+class SpecError(ValueError):
+    """A child specification is not valid (`start_spec`)."""
+
+
+class FlagsError(ValueError):
+    """A supervisor's flags are not valid (`supervisor_data`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """How a supervisor treats the deaths of its children. OTP's defaults (statement 8).
+
+    Attributes:
+        strategy: one_for_one, one_for_all or rest_for_one.
+        intensity: restarts allowed within the period; one more and the supervisor gives up.
+        period: seconds; a sliding window.
+    """
+
+    strategy: Strategy = "one_for_one"
+    intensity: int = 1
+    period: float = 5
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("one_for_one", "one_for_all", "rest_for_one"):
+            raise FlagsError(f"invalid strategy: {self.strategy!r}")
+        if not _is_whole(self.intensity) or self.intensity < 0:
+            raise FlagsError(f"invalid intensity: {self.intensity!r} (a whole number from 0)")
+        if isinstance(self.period, bool) or not isinstance(self.period, int | float) or not 0 < self.period < 1e9:
+            raise FlagsError(f"invalid period: {self.period!r} (seconds, more than 0)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorSpec:
+    """A supervisor: its flags and its static children, or a dynamic one, whose children come and go at run time.
+
+    A dynamic supervisor is one_for_one, starts empty, and stops its children all at once (statements 120 to 122).
+    """
+
+    flags: Flags = field(default_factory=Flags)
+    children: Sequence[ChildSpec] = ()
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        check_child_specs(self.children)
+        if self.dynamic and (self.children or self.flags.strategy != "one_for_one"):
+            raise FlagsError("a dynamic supervisor is one_for_one and starts without children")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One child of a supervisor (statements 1 to 5).
+
+    Attributes:
+        id: name, unique within the supervisor.
+        start: function run in the forked process as `start(context, *args)`, or a SupervisorSpec: a supervisor node
+            that lives inside its parent's process.
+        args: further arguments of `start`.
+        restart: permanent (always restarted), transient (after an abnormal exit), temporary (never).
+        shutdown: milliseconds from the request to the kill, "infinity", or "brutal_kill". None: 5000 for a worker,
+            "infinity" for a supervisor.
+        type: "worker" or "supervisor".
+        start_timeout: seconds until a child that has not acknowledged its start is killed. None: no limit.
+        dies_with_parent: whether the kernel kills the child when its parent dies (Linux). A child that has to clean
+            up watches its lifeline instead.
+    """
+
+    id: str
+    start: Callable[..., Any] | SupervisorSpec
+    args: tuple[Any, ...] = ()
+    restart: Restart = "permanent"
+    shutdown: Shutdown | None = None
+    type: Literal["worker", "supervisor"] = "worker"
+    start_timeout: float | None = 30.0
+    dies_with_parent: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise SpecError(f"invalid child id: {self.id!r}")
+        if not callable(self.start) and not isinstance(self.start, SupervisorSpec):
+            raise self._invalid("start", self.start)
+        if isinstance(self.start, SupervisorSpec) and self.type != "supervisor":
+            raise self._invalid("type", self.type)
+        if not isinstance(self.args, tuple):
+            raise self._invalid("args", self.args)
+        if self.restart not in ("permanent", "transient", "temporary"):
+            raise self._invalid("restart", self.restart)
+        if self.type not in ("worker", "supervisor"):
+            raise self._invalid("type", self.type)
+        if self.shutdown is None:
+            object.__setattr__(self, "shutdown", 5000 if self.type == "worker" else "infinity")
+        elif self.shutdown not in ("infinity", "brutal_kill") and not (_is_whole(self.shutdown) and self.shutdown >= 0):
+            raise self._invalid("shutdown", self.shutdown)
+        if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
+            raise self._invalid("start_timeout", self.start_timeout)
+
+    def _invalid(self, name: str, value: Any) -> SpecError:
+        return SpecError(f"child '{self.id}': invalid {name}: {value!r}")
+
+
+def check_child_specs(specs: Sequence[ChildSpec]) -> None:
+    """Check a list of specifications as a whole (statements 6, 7 and 12).
+
+    Raises:
+        SpecError: something in it is no ChildSpec, or two have the same id.
+    """
+    seen: set[str] = set()
+    for spec in specs:
+        if not isinstance(spec, ChildSpec):
+            raise SpecError(f"not a ChildSpec: {spec!r}")
+        if spec.id in seen:
+            raise SpecError(f"duplicate child id: {spec.id!r}")
+        seen.add(spec.id)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,171 @@
+"""The only place that forks, and what a child does first (statements 142 to 181).
+
+A child keeps the descriptors it was given and no other, has default signal handlers and an empty mask, its own session,
+standard input from /dev/null, and leaves only by os._exit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+from setproctitle import setproctitle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+HAS_PIDFD = hasattr(os, "pidfd_open")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkError(RuntimeError):
+    """A process could not be forked."""
+
+
+def fork(
+    main: Callable[[], int | None],
+    *,
+    keep: Iterable[int],
+    title: str,
+    dies_with_parent: bool,
+    new_session: bool = True,
+) -> int:
+    """Fork a process that runs `main` and exits with what it returns (None: 0). Returns its pid.
+
+    Args:
+        main: run in the child; an exception is printed and gives exit status 1.
+        keep: descriptors the child keeps beside standard output and error.
+        title: shown in ps.
+        dies_with_parent: SIGKILL when the forking thread's process dies (Linux only; others rely on the lifeline).
+        new_session: own session, out of reach of the terminal's signals.
+
+    Raises:
+        ForkError: another thread runs (it may hold a lock the child would need), or the system refuses.
+    """
+    if threading.active_count() > 1:
+        raise ForkError(f"cannot fork while {threading.active_count()} threads run")
+    parent = os.getpid()
+    kept = sorted({0, 1, 2, *keep})
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    # A signal between fork and the child's own handlers would run the parent's handler there and be lost (165).
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise ForkError(f"fork failed: {error.strerror}") from error
+        if pid == 0:
+            _run_child(main, kept, title, parent if dies_with_parent else None, new_session)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _run_child(
+    main: Callable[[], int | None], kept: list[int], title: str, die_with: int | None, new_session: bool
+) -> None:
+    status = 1
+    try:
+        gc.freeze()  # Nothing inherited is ever finalised here: it might close a descriptor that has a new owner.
+        if new_session:
+            os.setsid()
+        if die_with is not None:
+            set_parent_death_signal(die_with)
+        reset_signals()
+        close_other_descriptors(kept)
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        if devnull != 0:
+            os.dup2(devnull, 0)
+            os.close(devnull)
+        random.seed()
+        setproctitle(title)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        status = main() or 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass
+        os._exit(status)
+
+
+def reset_signals() -> None:
+    """Give every signal its default action, and forget the parent's wakeup descriptor (166)."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        try:
+            if signal.getsignal(number) not in (signal.SIG_DFL, None):
+                signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):
+            pass
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def close_other_descriptors(kept: list[int]) -> None:
+    """Close every descriptor that is not in the sorted list."""
+    limit = os.sysconf("SC_OPEN_MAX")
+    last = -1
+    for descriptor in kept:
+        if descriptor > last + 1:  # An empty range that begins at 0 would close everything.
+            os.closerange(last + 1, descriptor)
+        last = descriptor
+    os.closerange(last + 1, max(limit, last + 2))
+
+
+def set_parent_death_signal(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; leave at once if it is dead already (146)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants become our children, so that they can be found and reaped (Linux)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def reap(pid: int) -> os.waitid_result | None:
+    """Return the wait status of a dead child and forget it; None while it lives.
+
+    Raises:
+        ChildProcessError: it is no child of ours any more: somebody else took its status.
+    """
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
+def signal_process(pid: int, number: int, *, group: bool = False) -> None:
+    """Send a signal to a child that has not been reaped. A process that is gone is no error."""
+    try:
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass

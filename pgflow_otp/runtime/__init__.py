@@ -1,0 +1,1 @@
+"""The processes of this engine: root, workers, recovery, starter."""

@@ -1,0 +1,58 @@
+"""The child list: the one page that shows the architecture.
+
+Order is start order; the tree stops in reverse. The root is rest_for_one: whoever dies takes those after it along.
+
+    workers    dynamic; drained while the processes before them still run
+    recovery   releases the tasks of dead workers; stopped before the workers drain, so a drain is never swept
+    starter    transient: runs again, and finds everything registered, whenever something before it was restarted
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgflow_otp.otp.child_spec import ChildSpec, Flags, SupervisorSpec
+from pgflow_otp.runtime.recovery import run_recovery
+from pgflow_otp.runtime.starter import StarterConfig, run_starter
+from pgflow_otp.runtime.worker import WorkerConfig, run_worker
+
+if TYPE_CHECKING:
+    from pgflow_otp.settings import Settings
+
+#: Seconds beyond drain and kill grace that a worker gets to record what it was doing.
+DRAIN_MARGIN = 6.0
+
+
+def tree_spec(targets: tuple[str, ...], search_path: tuple[str, ...], dsn: str, settings: Settings) -> SupervisorSpec:
+    """Return the specification of the whole tree."""
+    return SupervisorSpec(
+        flags=Flags(strategy="rest_for_one", intensity=3, period=5),
+        children=[
+            ChildSpec(
+                id="workers",
+                type="supervisor",
+                start=SupervisorSpec(flags=Flags(intensity=10, period=60), dynamic=True),
+            ),
+            ChildSpec(id="recovery", start=run_recovery, args=(dsn, settings), shutdown=5000),
+            ChildSpec(
+                id="starter",
+                start=run_starter,
+                args=(StarterConfig(targets, search_path, dsn, settings),),
+                restart="transient",
+                shutdown=2000,
+            ),
+        ],
+    )
+
+
+def worker_spec(slug: str, target: str, search_path: tuple[str, ...], dsn: str, settings: Settings) -> ChildSpec:
+    """Return the specification of one flow's worker, a child of `workers`."""
+    return ChildSpec(
+        id=f"worker:{slug}",
+        start=run_worker,
+        args=(WorkerConfig(slug, target, search_path, dsn, settings),),
+        restart="transient",
+        shutdown=int((settings.drain_timeout + settings.kill_grace + DRAIN_MARGIN) * 1000),
+        # It hands its tasks back when the root dies, instead of dying with it; its lifeline tells.
+        dies_with_parent=False,
+    )
