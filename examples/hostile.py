@@ -8,7 +8,6 @@ Every hostile step may fail (`when_exhausted="skip"`); the last step reports wha
 import ctypes
 import os
 import resource
-import time
 from typing import Any
 
 from pgflow_otp import Context, Flow
@@ -59,10 +58,11 @@ def report(outcomes: dict[str, Any], ctx: Context) -> dict[str, Any]:
         (ctx.run_id, ctx.step_slug),
     )
     return {
-        step: {"status": status, "attempts": attempts, "error": (error or "").split("\n")[0], "output": outcomes.get(step)}
+        step: {
+            "status": status,
+            "attempts": attempts,
+            "error": error.split("\n")[0] if error else None,
+            "output": outcomes.get(step),
+        }
         for step, status, attempts, error in rows
     }
-
-
-if __name__ == "__main__":
-    print("run me with: pgflow-otp run examples.hostile", time.strftime("%Y"))

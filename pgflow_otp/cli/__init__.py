@@ -38,9 +38,7 @@ for _command in (start, run, setup, runs, embedded):
 def main() -> None:
     """Entry point of the console script. A user's mistake ends in one line, never in a traceback."""
     try:
-        cli(prog_name="pgflow-otp", standalone_mode=False)
-    except click.exceptions.Exit as leaving:
-        sys.exit(leaving.exit_code)
+        status = cli(prog_name="pgflow-otp", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -53,3 +51,4 @@ def main() -> None:
     except PgflowError as error:
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)
         sys.exit(error.exit_code)
+    sys.exit(status if isinstance(status, int) else 0)

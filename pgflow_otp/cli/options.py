@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pgflow_otp.db.dsn import check_dsn, find_dsn
+from pgflow_otp.errors import PayloadError
 from pgflow_otp.flow.payload import decode
 from pgflow_otp.runtime.handle import start_embedded
 from pgflow_otp.settings import LOG_LEVELS
@@ -73,26 +74,20 @@ def resolve_database(dsn: str | None) -> tuple[str, EmbeddedServer | None]:
     return embedded_dsn, server
 
 
-class JsonInput(click.ParamType):
-    """JSON, @file, or - for standard input."""
-
-    name = "JSON"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value == "-":
-            raw, where = sys.stdin.buffer.read(), "standard input"
-        elif value.startswith("@"):
-            where = value[1:]
-            try:
-                with open(where, "rb") as file:
-                    raw = file.read()
-            except OSError as error:
-                self.fail(f"cannot read {where}: {error.strerror}", param, ctx)
-        else:
-            raw, where = value.encode("utf-8", "surrogateescape"), repr(value)
+def json_input(context: click.Context, parameter: click.Parameter, value: str) -> Any:
+    """Read an option's value as JSON, @file, or - for standard input."""
+    if value == "-":
+        raw, where = sys.stdin.buffer.read(), "standard input"
+    elif value.startswith("@"):
+        where = value[1:]
         try:
-            return (decode(raw),)
-        except Exception as error:
-            self.fail(f"{where[:80]} is not JSON ({str(error).removeprefix('not JSON: ')})", param, ctx)
+            with open(where, "rb") as file:
+                raw = file.read()
+        except OSError as error:
+            raise click.BadParameter(f"cannot read {where}: {error.strerror}") from None
+    else:
+        raw, where = value.encode("utf-8", "surrogateescape"), repr(value)
+    try:
+        return decode(raw)
+    except PayloadError as error:
+        raise click.BadParameter(f"{where[:80]} is {error}") from None

@@ -53,7 +53,11 @@ def step_table(run: Run, title: str) -> Table:
     for step in run.steps:
         mark, style = _MARKS[step.status]
         table.add_row(
-            Text(mark, style=style), step.step_slug, Text(step.status, style=style), _tasks(step), _duration(step),
+            Text(mark, style=style),
+            step.step_slug,
+            Text(step.status, style=style),
+            _tasks(step),
+            _duration(step),
             Text(_note(step), style="dim", overflow="ellipsis", no_wrap=True),
         )
     return table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from rich.console import Console
 
-from pgflow_otp.cli.options import JsonInput, dsn_option, resolve_database, setting_options
+from pgflow_otp.cli.options import dsn_option, json_input, resolve_database, setting_options
 from pgflow_otp.cli.progress import Progress
 from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
@@ -31,11 +31,18 @@ _LOOK = 0.1
 
 @click.command()
 @click.argument("target")
-@click.option("--input", "payload", type=JsonInput(), default="null", help="Input: JSON, @file, or - for stdin.")
+@click.option(
+    "--input",
+    "payload",
+    callback=json_input,
+    default="null",
+    metavar="JSON",
+    help="Input: JSON, @file, or - for stdin.",
+)
 @dsn_option
 @setting_options
 @click.pass_context
-def run(context: click.Context, target: str, payload: tuple[Any], dsn: str | None, **given: Any) -> None:
+def run(context: click.Context, /, target: str, payload: Any, dsn: str | None, **given: Any) -> None:
     """Run one flow to its end and print its output as JSON.
 
     TARGET is `module:attribute`, or `module` if it holds one flow. Starts a tree, one run, shows its progress, and
@@ -50,7 +57,7 @@ def run(context: click.Context, target: str, payload: tuple[Any], dsn: str | Non
     try:
         with connect(found, "run") as connection:
             schema.require(connection)
-        status = _run(flow, payload[0], found, settings)
+        status = _run(flow, payload, found, settings)
     finally:
         if server is not None:
             server.release()
@@ -100,9 +107,7 @@ def _show(ended: Run) -> int:
     failed = next((s for s in ended.steps if s.status == "failed"), None)
     where = f"step '{failed.step_slug}'" if failed else "a step"
     reason = (failed.error_message or "").split("\n")[0] if failed else "see its tasks"
-    click.echo(
-        f"run {ended.run_id} failed: {where}: {reason}\nmore: pgflow-otp runs show {ended.run_id}", err=True
-    )
+    click.echo(f"run {ended.run_id} failed: {where}: {reason}\nmore: pgflow-otp runs show {ended.run_id}", err=True)
     return 1
 
 
@@ -143,4 +148,3 @@ def _forward_log(supervisor: Supervisor, console: Console) -> threading.Thread:
     thread = threading.Thread(target=forward, name="log", daemon=True)
     thread.start()
     return thread
-

@@ -46,8 +46,7 @@ def check_dsn(dsn: str, source: str = "the DSN") -> str:
         parts = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         raise ConfigurationError(
-            f"{source} is not a connection string; "
-            "write postgresql://user:password@host/database or 'host=… dbname=…'"
+            f"{source} is not a connection string; write postgresql://user:password@host/database or 'host=… dbname=…'"
         ) from None
     parts.setdefault("connect_timeout", str(CONNECT_TIMEOUT))
     return make_conninfo("", **parts)

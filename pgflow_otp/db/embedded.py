@@ -128,7 +128,7 @@ class EmbeddedServer:
     def stop(self) -> None:
         """Stop the server, whoever uses it. No error when it does not run."""
         if (self.data / "postmaster.pid").exists():
-            self._control("stop", "-m", "fast", "-w", "-t", str(STOP_TIMEOUT), check=False)
+            self._control("stop", "-m", "fast", "-w", "-t", str(STOP_TIMEOUT))
 
     # Parts
 
@@ -162,7 +162,7 @@ class EmbeddedServer:
         }
         quoted = [f"{key} = '{value.replace(chr(39), chr(39) * 2)}'\n" for key, value in lines.items()]
         (self.data / "pgflow.conf").write_text("".join(quoted))
-        started = self._control("start", "-w", "-t", str(START_TIMEOUT), "-l", str(self.log_file), check=False)
+        started = self._control("start", "-w", "-t", str(START_TIMEOUT), "-l", str(self.log_file))
         if started.returncode != 0 and not self.is_running():
             raise DatabaseUnavailable(
                 f"the embedded PostgreSQL did not start: {_last_line(self.log_file) or started.stdout.strip()}; "
@@ -184,7 +184,7 @@ class EmbeddedServer:
             if connection.execute("select from pg_database where datname = 'pgflow'").fetchone() is None:
                 connection.execute(sql.SQL("create database {}").format(sql.Identifier("pgflow")))
 
-    def _control(self, *arguments: str, check: bool) -> subprocess.CompletedProcess[str]:
+    def _control(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self._run("pg_ctl", "-D", str(self.data), *arguments)
 
     def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -200,7 +200,9 @@ class EmbeddedServer:
                 start_new_session=True,
                 cwd="/",
                 check=False,
-                **self._launcher.identity,
+                user=self._launcher.user,
+                group=self._launcher.group,
+                extra_groups=None if self._launcher.user is None else [],
             )
             output.seek(0)
             return subprocess.CompletedProcess(done.args, done.returncode, output.read(), "")
@@ -211,7 +213,8 @@ class _Launcher:
 
     def __init__(self, may_choose_home: bool) -> None:
         self.prefix: tuple[str, ...] = ()
-        self.identity: dict[str, int | list[int]] = {}
+        self.user: int | None = None
+        self.group: int | None = None
         self.home: Path | None = None
         if os.geteuid() != 0:
             return
@@ -227,14 +230,13 @@ class _Launcher:
                 "PostgreSQL does not run as root, and neither a user namespace nor the account 'nobody' is available; "
                 "give --dsn, or run as an ordinary user"
             ) from None
-        self.identity = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        self.user, self.group = nobody.pw_uid, nobody.pw_gid
         if may_choose_home:
             self.home = Path("/var/lib/pgflow-otp")
 
     def own(self, folder: Path) -> None:
-        user = self.identity.get("user")
-        if isinstance(user, int):
-            os.chown(folder, user, -1)
+        if self.user is not None:
+            os.chown(folder, self.user, -1)
 
 
 def find_binaries() -> Path:

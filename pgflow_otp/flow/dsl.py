@@ -247,8 +247,7 @@ class Flow:
             if item in self.steps or item == own:
                 return item
             raise FlowDefinitionError(
-                f"{where} depends on '{item}', which is not declared before it; "
-                f"steps so far: {names(list(self.steps))}"
+                f"{where} depends on '{item}', which is not declared before it; steps so far: {names(list(self.steps))}"
             )
         for step in self.steps.values():
             if step.handler is item:

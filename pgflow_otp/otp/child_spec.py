@@ -103,7 +103,10 @@ class ChildSpec:
             raise self._invalid("type", self.type)
         if self.shutdown is None:
             object.__setattr__(self, "shutdown", 5000 if self.type == "worker" else "infinity")
-        elif self.shutdown not in ("infinity", "brutal_kill") and not (_is_whole(self.shutdown) and self.shutdown >= 0):
+        elif isinstance(self.shutdown, str):
+            if self.shutdown not in ("infinity", "brutal_kill"):
+                raise self._invalid("shutdown", self.shutdown)
+        elif not _is_whole(self.shutdown) or self.shutdown < 0:
             raise self._invalid("shutdown", self.shutdown)
         if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
             raise self._invalid("start_timeout", self.start_timeout)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pgflow_otp.otp.child_spec import ChildSpec, SupervisorSpec
 from pgflow_otp.otp.exit_reason import ExitReason
 from pgflow_otp.otp.intensity import RestartIntensity
+
+if TYPE_CHECKING:
+    from pgflow_otp.otp.child_spec import ChildSpec, SupervisorSpec
 
 State: TypeAlias = Literal["undefined", "starting", "running", "stopping", "restarting"]
 

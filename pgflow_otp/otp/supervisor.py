@@ -262,9 +262,7 @@ class Supervisor:
             else:
                 self._resume_start(runner.parent[0], runner.parent[1], ops.Started())
 
-    def _enqueue(
-        self, runner: Runner, operation: ops.Operation, reply: Callable[[Any], None] | None = None
-    ) -> None:
+    def _enqueue(self, runner: Runner, operation: ops.Operation, reply: Callable[[Any], None] | None = None) -> None:
         runner.queue.append((operation, reply))
         if runner.current is None:
             self._resumed.append((runner, None))

@@ -108,11 +108,7 @@ class ForkServer:
             self._fork(frame["slot"], frame["generation"], self._control.take_descriptor(), flow)
         elif frame["m"] == "signal":
             handler = next(
-                (
-                    h
-                    for h in self._handlers.values()
-                    if (h.slot, h.generation) == (frame["slot"], frame["generation"])
-                ),
+                (h for h in self._handlers.values() if (h.slot, h.generation) == (frame["slot"], frame["generation"])),
                 None,
             )
             if handler is not None:
@@ -177,6 +173,11 @@ class ForkServer:
     def _kill_all(self) -> None:
         for handler in self._handlers.values():
             process.signal_process(handler.pid, signal.SIGKILL, group=True)
+        for handler in self._handlers.values():
+            try:
+                os.waitpid(handler.pid, 0)
+            except ChildProcessError:
+                pass
 
 
 _THREADS_LEFT = (

@@ -12,7 +12,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -26,6 +25,7 @@ from pgflow_otp.flow.payload import decode, encode, storable
 from pgflow_otp.otp.channel import Frame, FrameReader, encode_frame
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
     from pgflow_otp.flow.definition import StepDefinition

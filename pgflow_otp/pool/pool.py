@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -158,6 +159,7 @@ class HandlerPool:
     def close(self) -> None:
         """Kill everything that is left. May be called again."""
         self._closing = True
+        self._dismiss_forkserver()
         for timer in [self._boot_timer, *(t for slot in self._slots for t in slot.timers)]:
             if timer is not None:
                 timer.cancel()
@@ -267,9 +269,7 @@ class HandlerPool:
         if self._closing or slot.is_tainted or (most is not None and slot.tasks_done >= most):
             self._retire(slot, slot.generation)
             return
-        slot.timers.append(
-            self._loop.call_later(self._settings.idle_timeout, self._retire, slot, slot.generation)
-        )
+        slot.timers.append(self._loop.call_later(self._settings.idle_timeout, self._retire, slot, slot.generation))
 
     def _retire(self, slot: Slot, generation: int) -> None:
         """End an idle process by closing its channel; SIGKILL if it does not take the hint."""
@@ -312,9 +312,7 @@ class HandlerPool:
 
     def _kill(self, slot: Slot, generation: int, number: signal.Signals) -> None:
         if slot.generation == generation and slot.has_process and self._control is not None:
-            self._control.send(
-                {"m": "signal", "slot": slot.index, "generation": generation, "signal": int(number)}
-            )
+            self._control.send({"m": "signal", "slot": slot.index, "generation": generation, "signal": int(number)})
 
     def _kill_directly(self, slot: Slot, generation: int) -> None:
         if slot.generation == generation and slot.pidfd is not None:
@@ -377,9 +375,7 @@ class HandlerPool:
             slot.timers.append(self._loop.call_later(grace, self._kill, slot, slot.generation, signal.SIGKILL))
         elif message == "began" and slot.task is not None and slot.decided is None:
             self._cancel_timers(slot)
-            slot.timers.append(
-                self._loop.call_later(slot.task.timeout, self._timed_out, slot, slot.generation)
-            )
+            slot.timers.append(self._loop.call_later(slot.task.timeout, self._timed_out, slot, slot.generation))
         elif message == "flow_input" and slot.task is not None:
             self._in_background(self._answer_flow_input(slot, slot.generation, slot.task))
         elif message in ("done", "failed") and slot.outcome is not None and not slot.outcome.done():
@@ -554,16 +550,27 @@ class HandlerPool:
             self._reap_forkserver(self._forkserver)
             self._forkserver = None
 
-    def _reap_forkserver(self, pid: int) -> None:
-        """It was sent SIGKILL: waiting for it is short. Handlers that the kernel reparents to us are reaped too."""
+    def _dismiss_forkserver(self) -> None:
+        """Close its channel and let it kill and reap its handlers, so that nobody is left to the init process."""
+        if self._control is None or self._forkserver is None:
+            return
+        self._loop.remove_reader(self._control.fileno())
+        self._loop.remove_writer(self._control.fileno())
+        self._control.socket.shutdown(socket.SHUT_RDWR)
+        if self._reap_forkserver(self._forkserver):
+            self._forkserver = None
+
+    def _reap_forkserver(self, pid: int) -> bool:
+        """Wait for its end, which is near: it was dismissed or killed."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
                 if process.reap(pid) is not None:
-                    return
+                    return True
             except ChildProcessError:
-                return
+                return True
             time.sleep(0.001)
+        return False
 
     def _in_background(self, work: Any) -> None:
         task = self._loop.create_task(work)

@@ -33,9 +33,7 @@ class Supervisor:
     It stops when the host dies. One thread at a time may use a handle.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], channel: Channel, dsn: str, settings: Settings
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel, dsn: str, settings: Settings) -> None:
         self._process = process
         self._channel = channel
         self._settings = settings

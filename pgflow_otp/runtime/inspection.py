@@ -76,9 +76,10 @@ def inspect_target(target: str, search_path: Sequence[str], timeout: float) -> l
     if answer is None:
         raise TargetError(f"importing {module} takes longer than boot_timeout ({timeout:g} s)")
     if not answer:
-        how = "exited" if status is None or status.si_code == os.CLD_EXITED else "died"
-        detail = f"status {status.si_status}" if how == "exited" else signal_name(status.si_status)
-        raise TargetError(f"importing {module} ended the process ({how} with {detail})")
+        assert status is not None  # waitid without WNOHANG
+        exited = status.si_code == os.CLD_EXITED
+        how = f"exited with status {status.si_status}" if exited else f"died by {signal_name(status.si_status)}"
+        raise TargetError(f"importing {module} ended the process: it {how}")
     found = orjson.loads(answer)
     if "error" in found:
         raise ConfigurationError(found["error"])

@@ -17,7 +17,6 @@ from loguru import logger
 from setproctitle import setproctitle
 
 from pgflow_otp import log
-from pgflow_otp.otp import node as ops
 from pgflow_otp.otp.channel import Channel, ChannelBroken
 from pgflow_otp.otp.exit_reason import BAD_CONFIGURATION, ExitReason
 from pgflow_otp.otp.process import close_other_descriptors
@@ -27,6 +26,8 @@ from pgflow_otp.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pgflow_otp.otp import node as ops
 
 WORKERS: Path = ("workers",)
 

@@ -37,7 +37,7 @@ class StarterConfig:
 
 
 def run_starter(context: ChildContext, config: StarterConfig) -> int:
-    """Start function of the starter process. Says `module` for each target, `start_worker` for each flow, and `done`."""
+    """Start function of the starter process. Says `module` and `start_worker` for each flow, then `done`."""
     log.configure("starter", config.settings.log_level)
     context.channel.socket.setblocking(True)
     context.ready()

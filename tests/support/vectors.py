@@ -55,7 +55,7 @@ class Replay:
 
     def __init__(self, connection: psycopg.Connection[dict[str, Any]]) -> None:
         self.connection = connection
-        connection.row_factory = dict_row  # type: ignore[assignment]
+        connection.row_factory = dict_row
         set_json_loads(_load_json, connection)
         self.names: dict[str, str] = {}  # uuid -> name
         self.ids: dict[str, uuid.UUID] = {}  # name -> uuid
@@ -160,7 +160,7 @@ class Replay:
         for key in values:
             value: sql.Composable = sql.Placeholder()
             kind = casts.get(key, "jsonb" if isinstance(values[key], Jsonb) else _kind(key, values[key]))
-            value = value + sql.SQL("::") + sql.SQL(kind)  # type: ignore[arg-type]
+            value = value + sql.SQL("::") + sql.SQL(kind)
             parts.append(value if positional else sql.SQL("{} => {}").format(sql.Identifier(key), value))
         statement = sql.SQL("select * from {}({})").format(sql.Identifier(schema, name), sql.SQL(", ").join(parts))
         return self._query(statement, list(values.values()))
