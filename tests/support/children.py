@@ -1,0 +1,97 @@
+"""Child processes that behave and misbehave, for the supervisor's tests."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pgflow_otp.otp.child import ChildContext
+
+
+def obedient(context: ChildContext) -> int:
+    """Acknowledge, then leave when asked."""
+    context.ready(pid=os.getpid())
+    while True:
+        select.select([context.channel], [], [])
+        for message, _ in context.channel.receive():
+            if message["m"] == "shutdown":
+                return 0
+        if not context.channel.is_open:
+            return 0
+
+
+def stubborn(context: ChildContext) -> int:
+    """Acknowledge, then take no notice of anything."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context.ready(pid=os.getpid())
+    while True:
+        time.sleep(3600)
+
+
+def sleepy(context: ChildContext) -> int:
+    """Never acknowledge."""
+    time.sleep(3600)
+    return 0
+
+
+def ignoring(context: ChildContext) -> int:
+    """Have nothing to do."""
+    context.ignore()
+    return 0
+
+
+def refusing(context: ChildContext) -> int:
+    """Fail to start, with a reason."""
+    context.fail("no licence")
+    return 1
+
+
+def raising(context: ChildContext) -> int:
+    """Fail to start by an exception."""
+    raise RuntimeError("broken on purpose")
+
+
+def finishing(context: ChildContext) -> int:
+    """Do something once and end well."""
+    context.ready(pid=os.getpid())
+    context.send("note", text="did it")
+    return 0
+
+
+def second_time_unlucky(context: ChildContext, marker: str) -> int:
+    """Start well the first time and fail ever after."""
+    if os.path.exists(marker):
+        context.fail("not again")
+        return 1
+    with open(marker, "w"):
+        pass
+    return obedient(context)
+
+
+def parent(context: ChildContext) -> int:
+    """Have a child of its own that takes no notice of anything."""
+    from pgflow_otp.otp.process import fork
+
+    pid = fork(lambda: time.sleep(3600), keep=(), title="pgflow-otp: grandchild", dies_with_parent=True)
+    context.ready(pid=os.getpid(), grandchild=pid)
+    while True:
+        time.sleep(3600)
+
+
+def descriptors(context: ChildContext) -> int:
+    """Tell which descriptors it has."""
+    names = sorted(int(n) for n in os.listdir("/proc/self/fd"))
+    links = {}
+    for number in names:
+        try:
+            links[str(number)] = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+    context.ready(descriptors=links, channel=context.channel.fileno(), lifeline=context.lifeline)
+    sys.stderr.flush()
+    return obedient(context)

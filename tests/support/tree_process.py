@@ -1,0 +1,203 @@
+"""A supervisor in a process of its own, told what to do on standard input, telling what happens on standard output.
+
+Run as `python -m support.tree_process NAME [ARGUMENT]`, where NAME is one of the trees below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pgflow_otp.otp.channel import Channel
+from pgflow_otp.otp.child_spec import ChildSpec, Flags, SupervisorSpec
+from pgflow_otp.otp.supervisor import Hooks, Supervisor
+from support import children
+from support.processes import PATIENCE
+
+if TYPE_CHECKING:
+    from pgflow_otp.otp.exit_reason import ExitReason
+    from pgflow_otp.otp.node import Report
+
+
+def trees(name: str, argument: str) -> SupervisorSpec:
+    """Return a specification by name."""
+    a, b, c = (ChildSpec(id=i, start=children.obedient) for i in "abc")
+    if name in ("one_for_one", "rest_for_one", "one_for_all"):
+        return SupervisorSpec(flags=Flags(strategy=name, intensity=3, period=60), children=[a, b, c])  # type: ignore[arg-type]
+    if name == "impatient":
+        return SupervisorSpec(flags=Flags(intensity=1, period=60), children=[a, b])
+    if name == "stubborn":
+        return SupervisorSpec(children=[a, ChildSpec(id="s", start=children.stubborn, shutdown=200)])
+    if name == "brutal":
+        return SupervisorSpec(children=[ChildSpec(id="s", start=children.stubborn, shutdown="brutal_kill")])
+    if name == "forever":
+        return SupervisorSpec(children=[ChildSpec(id="s", start=children.stubborn, shutdown="infinity")])
+    if name in ("refusing", "raising", "ignoring", "sleepy"):
+        start = getattr(children, name)
+        return SupervisorSpec(children=[a, ChildSpec(id="x", start=start, start_timeout=0.3), c])
+    if name == "finishing":
+        one_shot = ChildSpec(id="once", start=children.finishing, restart="transient")
+        return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=5), children=[a, one_shot])
+    if name == "nested":
+        inner = SupervisorSpec(flags=Flags(intensity=1, period=60), children=[b, c])
+        nested = ChildSpec(id="inner", start=inner, type="supervisor")
+        return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=3, period=60), children=[a, nested])
+    if name == "dynamic":
+        return SupervisorSpec(dynamic=True)
+    if name == "unlucky":
+        unlucky = ChildSpec(id="u", start=children.second_time_unlucky, args=(argument,))
+        return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=4, period=60), children=[a, unlucky])
+    if name == "parent":
+        return SupervisorSpec(children=[ChildSpec(id="p", start=children.parent)])
+    if name == "descriptors":
+        return SupervisorSpec(children=[a, ChildSpec(id="d", start=children.descriptors)])
+    raise KeyError(name)
+
+
+class Telling(Hooks):
+    """Prints everything."""
+
+    supervisor: Supervisor
+
+    def tell(self, event: str, **content: Any) -> None:
+        print(json.dumps({"event": event, **content}), flush=True)
+
+    def on_boot(self) -> None:
+        self.tell("boot")
+
+    def on_start(self, path: tuple[str, ...], info: dict[str, Any]) -> None:
+        self.tell("start", path=path, info=info)
+
+    def on_exit(self, path: tuple[str, ...], reason: ExitReason, info: dict[str, Any], *, requested: bool) -> None:
+        self.tell("exit", path=path, kind=reason.kind, reason=str(reason), requested=requested)
+
+    def on_message(self, path: tuple[str, ...], message: dict[str, Any]) -> None:
+        self.tell("message", path=path, message=message)
+
+    def on_report(self, path: tuple[str, ...], report: Report, pid: int | None) -> None:
+        self.tell("report", path=path, context=report.context, reason=report.reason)
+
+    def on_stopping(self) -> None:
+        self.tell("stopping")
+
+
+def main() -> None:
+    """Run the tree named on the command line."""
+    import socket
+
+    name, argument, descriptor = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    hooks = Telling()
+    supervisor = Supervisor(trees(name, argument), name="test", hooks=hooks)
+    channel = Channel(socket.socket(fileno=descriptor))
+
+    def commanded() -> None:
+        for message, _ in channel.receive():
+            if message["m"] == "which":
+                hooks.tell("which", children=supervisor.which_children())
+            elif message["m"] == "start":
+                spec = ChildSpec(id=message["id"], start=getattr(children, message["start"]), restart="transient")
+                supervisor.start_child((), spec, lambda answer: hooks.tell("answer", answer=answer))
+            elif message["m"] == "terminate":
+                supervisor.terminate_child((), message["id"], lambda answer: hooks.tell("answer", answer=answer))
+        if not channel.is_open:
+            supervisor.detach(channel)
+            channel.close()
+
+    supervisor.attach(channel, commanded)
+    status = supervisor.run()
+    hooks.tell("ended", status=status)
+    os._exit(status)
+
+
+class Tree:
+    """The test's side: a running tree, and what it has told."""
+
+    def __init__(self, name: str, argument: str = "") -> None:
+        import socket
+
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.tree_process", name, argument, str(theirs.fileno())],
+            stdout=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            cwd=Path(__file__).parent.parent,
+        )
+        theirs.close()
+        self.events: list[dict[str, Any]] = []
+        self._rest = b""
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._channel.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def expect(self, event: str, **content: Any) -> dict[str, Any]:
+        """Read on until an event with this content; return it. Those before it are kept in `events`."""
+        deadline = time.monotonic() + PATIENCE
+        assert self.process.stdout is not None
+        while True:
+            while b"\n" in self._rest:
+                line, self._rest = self._rest.split(b"\n", 1)
+                told: dict[str, Any] = json.loads(line)
+                self.events.append(told)
+                if told["event"] == event and all(told.get(k) == v for k, v in content.items()):
+                    return told
+            left = deadline - time.monotonic()
+            if left < 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                raise AssertionError(f"no {event} {content} within {PATIENCE} s; told: {self.events}")
+            data = os.read(self.process.stdout.fileno(), 65_536)
+            if not data:
+                raise AssertionError(f"the tree ended without {event} {content}; told: {self.events}")
+            self._rest += data
+
+    def ask(self, message: str, **content: Any) -> None:
+        self._channel.send({"m": message, **content})
+
+    def which(self) -> dict[str, Any]:
+        """Return the children by id, nested ones flattened."""
+        self.ask("which")
+        found: dict[str, Any] = {}
+
+        def walk(shown: list[dict[str, Any]]) -> None:
+            for child in shown:
+                found[child["id"]] = child
+                walk(child.get("children", []))
+
+        walk(self.expect("which")["children"])
+        return found
+
+    def pids(self) -> dict[str, int]:
+        return {child: shown["pid"] for child, shown in self.which().items() if shown["pid"]}
+
+    def kill(self, child: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a child; returns its pid."""
+        pid = self.pids()[child]
+        os.kill(pid, number)
+        return pid
+
+    def stop(self) -> int:
+        """Stop the tree with SIGTERM; return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return int(self.expect("ended")["status"])
+
+    def order(self, *kinds: str) -> list[str]:
+        """Return what happened so far, as words, only these kinds of event."""
+        return [f"{e['event']} {e['path'][-1]}" for e in self.events if e["event"] in kinds]
+
+
+if __name__ == "__main__":
+    main()
