@@ -19,7 +19,12 @@ class Spawn(Protocol):
 
 
 #: Quick looks: the tests wait for events, the tree should not wait for the clock.
-QUICK = {"min_poll_interval": 0.02, "max_poll_interval": 0.1, "recovery_interval": 0.5, "kill_grace": 0.5}
+QUICK: dict[str, Any] = {
+    "min_poll_interval": 0.02,
+    "max_poll_interval": 0.1,
+    "recovery_interval": 0.5,
+    "kill_grace": 0.5,
+}
 
 
 @pytest.fixture

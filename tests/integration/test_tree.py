@@ -203,7 +203,8 @@ def test_a_stalled_task_is_requeued(spawn: Spawn, connection: psycopg.Connection
         "from pgflow.workers where function_name = 'other'"
     )
     connection.execute(
-        "update pgflow.step_tasks set queued_at = queued_at - interval '1 hour', started_at = started_at - interval '1 hour'"
+        "update pgflow.step_tasks "
+        "set queued_at = queued_at - interval '1 hour', started_at = started_at - interval '1 hour'"
     )
     again = spawn("flows.zoo:one")
     assert again.client.wait(row[0]).status == "completed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgflow_otp.otp.channel import Channel, ChannelBroken, FrameReader, encode_frame
+from pgflow_otp.otp.channel import Channel, ChannelBroken, Frame, FrameReader, encode_frame
 
 
 def test_frames_pass_whole_however_they_are_cut() -> None:
@@ -38,7 +38,7 @@ def test_sending_never_blocks_and_what_is_left_is_flushed_later() -> None:
     payload = b"x" * 3_000_000
     ours.send({"m": "big"}, payload)
     assert ours.has_unsent
-    frames = []
+    frames: list[Frame] = []
     while not frames:
         ours.flush()
         frames = theirs.receive()

@@ -47,7 +47,7 @@ def test_deep_nesting_passes() -> None:
         ([{"x": "a\x00b"}], "output[0]['x'] is a string with a NUL"),
         ({"a\x00": 1}, "NUL"),
         ("\ud800", "lone surrogate"),
-        ((n for n in ()), "generator"),
+        ((n for n in (1,)), "generator"),
         (object(), "object"),
         (b"bytes", "bytes"),
     ],
