@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from typing import Any
@@ -35,9 +36,8 @@ class ControlChannel:
         return bool(self._unsent)
 
     def send(self, header: dict[str, Any], *descriptors: int) -> None:
-        """Send a frame, or keep it for `flush`. The descriptors stay the caller's; they are sent as they are now, so a
-        kept frame needs them open until it is flushed."""
-        self._unsent.append((encode_frame(header), descriptors))
+        """Send a frame, or keep it for `flush`. The descriptors stay the caller's."""
+        self._unsent.append((encode_frame(header), tuple(os.dup(d) for d in descriptors)))
         self.flush()
 
     def flush(self) -> None:
@@ -52,15 +52,21 @@ class ControlChannel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._unsent.clear()
+                self._drop_unsent()
                 return
+            for descriptor in descriptors:
+                os.close(descriptor)
             if sent == len(data):
                 self._unsent.popleft()
             else:
                 self._unsent[0] = (data[sent:], ())
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the frames that have arrived; take their descriptors with `take_descriptor`, one after the other."""
+        """Return the frames that have arrived; take their descriptors with `take_descriptor`, one after the other.
+
+        Raises:
+            ChannelBroken: the other end sent something else than frames.
+        """
         frames: list[dict[str, Any]] = []
         while self.is_open:
             try:
@@ -69,7 +75,9 @@ class ControlChannel:
                 break
             except OSError:
                 data, descriptors = b"", []
-            self._descriptors += descriptors
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+                self._descriptors.append(descriptor)
             if not data:
                 self.is_open = False
                 break
@@ -83,5 +91,15 @@ class ControlChannel:
         return self._descriptors.popleft()
 
     def close(self) -> None:
+        """Close this end, and every descriptor that nobody took. May be called again."""
         self.is_open = False
         self.socket.close()
+        self._drop_unsent()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _drop_unsent(self) -> None:
+        for _, descriptors in self._unsent:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._unsent.clear()

@@ -23,13 +23,14 @@ from pgflow_otp.errors import DatabaseUnavailable
 from pgflow_otp.flow.payload import storable
 from pgflow_otp.otp.channel import ChannelBroken
 from pgflow_otp.pool.forkserver import HandlerConfig
-from pgflow_otp.pool.pool import HandlerPool, Outcome
+from pgflow_otp.pool.pool import HandlerPool
 from pgflow_otp.runtime.backoff import Backoff
 from pgflow_otp.runtime.poll_timer import PollTimer
 
 if TYPE_CHECKING:
     from pgflow_otp.db.tasks import ClaimedTask
     from pgflow_otp.otp.child import ChildContext
+    from pgflow_otp.pool.outcome import Outcome
     from pgflow_otp.settings import Settings
 
 #: Seconds a worker whose supervisor is dead may take to hand its tasks back.

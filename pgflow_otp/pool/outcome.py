@@ -1,0 +1,33 @@
+"""How attempts end, in data and in words."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pgflow_otp.otp.exit_reason import signal_name
+
+if TYPE_CHECKING:
+    from pgflow_otp.db.tasks import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. "released": it was never the handler's fault and costs nothing; "crashed": the same, but
+    counted, since the task may be the cause."""
+
+    verdict: Verdict
+    output: bytes | None = None
+    error: str | None = None
+
+
+def describe_death(frame: dict[str, Any]) -> str:
+    """Return how a handler process ended, in words."""
+    peak = f"peak memory {frame['peak_kib'] / 1024:.0f} MiB"
+    if frame["signal"] is None:
+        return f"handler process exited with status {frame['code']} before giving a result ({peak})"
+    name = signal_name(frame["signal"])
+    core = ", core dumped" if frame["core"] else ""
+    hint = ", possibly out of memory" if frame["signal"] == signal.SIGKILL else ""
+    return f"handler process was killed by {name} (signal {frame['signal']}{core}{hint}; {peak})"

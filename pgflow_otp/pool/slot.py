@@ -1,0 +1,370 @@
+"""One place for a handler process: its life, its task, its deadline. All of it is events of the worker's loop.
+
+The generation in every message about a slot makes a late kill or a late exit of an earlier process harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pgflow_otp.flow.payload import storable
+from pgflow_otp.otp.channel import Channel, ChannelBroken
+from pgflow_otp.pool.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from pgflow_otp.db.tasks import ClaimedTask, Verdict
+    from pgflow_otp.settings import Settings
+
+#: Seconds from SIGKILL until the worker sends it itself, and until the forkserver is given up.
+DIRECT_KILL_AFTER = 1.0
+GIVE_UP_AFTER = 5.0
+#: Seconds the forkserver may take to tell how a handler ended that the kernel says is dead.
+STATUS_WAIT = 2.0
+
+
+class SlotOwner(Protocol):
+    """What a slot needs of its pool."""
+
+    def send(self, header: dict[str, Any], *descriptors: int) -> None: ...
+    @property
+    def is_booted(self) -> bool: ...
+    async def wait_booted(self) -> None: ...
+    def load_flow_input(self, task: ClaimedTask, answer: Callable[[bytes], None]) -> None: ...
+    def give_up_forkserver(self) -> None: ...
+
+
+class Slot:
+    """A handler process, when there is one, and the attempt it works on, when there is one."""
+
+    def __init__(self, index: int, owner: SlotOwner, settings: Settings) -> None:
+        self.index = index
+        self.generation = 0
+        self.task: ClaimedTask | None = None
+        #: The process has said that it is set up, and is fit for a task.
+        self.is_up = False
+        self._owner = owner
+        self._settings = settings
+        self._channel: Channel | None = None
+        self._pidfd: int | None = None
+        self._is_dying = False
+        self._is_tainted = False
+        self._tasks_done = 0
+        #: Becomes the reason why setting up the process failed, or None.
+        self._up: asyncio.Future[str | None] | None = None
+        self._outcome: asyncio.Future[Outcome] | None = None
+        #: What the attempt ends as once the process is gone: settled when it was killed.
+        self._decided: Outcome | None = None
+        self._gone = asyncio.Event()
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def has_process(self) -> bool:
+        return self._channel is not None
+
+    # One attempt
+
+    async def run(self, task: ClaimedTask) -> Outcome:
+        """Run one task in this slot, which has to be free."""
+        self.task = task
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outcome = outcome
+        self._decided = None
+        if not self._is_dying:
+            self._cancel_timers()
+        try:
+            failure = await self._raise_process(outcome)
+            if failure is not None:
+                return self._decided or Outcome("failed", error=failure)
+            if not outcome.done() and self._decided is None:
+                self._give(task)
+            return await outcome
+        finally:
+            self.task = None
+            self._outcome = None
+            self._after_task()
+
+    def end(self, outcome: Outcome) -> None:
+        """Decide the attempt from outside: SIGTERM to the group, SIGKILL after the grace, each a timer of its own."""
+        if self._decided is not None or self._outcome is None or self._outcome.done():
+            return
+        self._decided = outcome
+        if not self.has_process:
+            self._outcome.set_result(outcome)
+            self._set_up("the attempt was ended before")
+            return
+        if self._is_dying:
+            return  # Its death is on the way already.
+        self._cancel_timers()
+        self._is_dying, self.is_up = True, False
+        self._signal(self.generation, signal.SIGTERM)
+        self._kill_after(self._settings.kill_grace)
+
+    def tell_drain(self) -> None:
+        """Let the handler know that the worker is being stopped."""
+        if self.task is not None and self.is_up:
+            self._send({"m": "drain"})
+
+    async def _raise_process(self, outcome: asyncio.Future[Outcome]) -> str | None:
+        """See that there is a process and that it is up; the reason if that cannot be."""
+        while not self.is_up and not outcome.done():
+            if not self._owner.is_booted:
+                await _either(outcome, self._owner.wait_booted())
+                continue
+            if self._is_dying:
+                await _either(outcome, self._gone.wait())
+                continue
+            if not self.has_process:
+                self._fork()
+            assert self._up is not None
+            failure = await self._up
+            if failure is not None:
+                return None if outcome.done() else failure
+        return None
+
+    def _fork(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.generation += 1
+        self.is_up = self._is_dying = self._is_tainted = False
+        self._tasks_done = 0
+        self._up = loop.create_future()
+        self._gone.clear()
+        ours, theirs = Channel.pair()
+        self._channel = ours
+        self._owner.send({"m": "fork", "slot": self.index, "generation": self.generation}, theirs.fileno())
+        theirs.close()
+        loop.add_reader(ours.fileno(), self._readable, self.generation)
+        self._after(self._settings.boot_timeout, self._setup_timed_out, self.generation)
+
+    def _give(self, task: ClaimedTask) -> None:
+        root = task.flow_input is not None
+        payload = task.flow_input if root else task.input
+        header = {
+            "m": "task",
+            "run_id": str(task.run_id),
+            "step": task.step_slug,
+            "index": task.task_index,
+            "attempt": task.attempt,
+            "timeout": task.timeout,
+            "root": root,
+        }
+        self._send(header, payload if payload is not None else b"null")
+        # The clock starts when the handler has the task (195); one that never takes it is not waited for.
+        not_taken = Outcome("failed", error="the handler process did not take the task")
+        self._after(self._settings.boot_timeout, self.end, not_taken)
+
+    def _after_task(self) -> None:
+        if not self.has_process or self._is_dying:
+            return
+        self._cancel_timers()
+        most = self._settings.max_tasks_per_process
+        if self._is_tainted or (most is not None and self._tasks_done >= most):
+            self.retire(self.generation)
+        else:
+            self._after(self._settings.idle_timeout, self.retire, self.generation)
+
+    def retire(self, generation: int) -> None:
+        """End an idle process by closing its channel; SIGKILL if it does not take the hint."""
+        if self.generation != generation or self.task is not None or self._channel is None or self._is_dying:
+            return
+        self._cancel_timers()
+        self._is_dying, self.is_up = True, False
+        self._unwatch_channel()
+        self._channel.socket.shutdown(socket.SHUT_RDWR)
+        self._kill_after(self._settings.kill_grace)
+
+    # Deadlines and kills
+
+    def _timed_out(self, generation: int) -> None:
+        if self.generation == generation and self.task is not None:
+            self.end(Outcome("failed", error=f"Task timed out after {self.task.timeout}s"))
+
+    def _setup_timed_out(self, generation: int) -> None:
+        if self.generation == generation and not self.is_up:
+            self._die(f"setup of the handler process took longer than {self._settings.boot_timeout:g} s", 0.0)
+
+    def _die(self, failure: str, grace: float) -> None:
+        """The process could not be set up: it goes, and the attempt fails."""
+        self._cancel_timers()
+        self._is_dying, self.is_up = True, False
+        self._kill_after(grace)
+        self._set_up(failure)
+
+    def _kill_after(self, grace: float) -> None:
+        generation = self.generation
+        self._after(grace, self._signal, generation, signal.SIGKILL)
+        self._after(grace + DIRECT_KILL_AFTER, self._kill_directly, generation)
+        self._after(grace + GIVE_UP_AFTER, self._give_up_forkserver, generation)
+
+    def _signal(self, generation: int, number: signal.Signals) -> None:
+        if self.generation == generation and self.has_process:
+            self._owner.send({"m": "signal", "slot": self.index, "generation": generation, "signal": int(number)})
+
+    def _kill_directly(self, generation: int) -> None:
+        if self.generation == generation and self._pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def _give_up_forkserver(self, generation: int) -> None:
+        if self.generation == generation and self.has_process:
+            self._owner.give_up_forkserver()
+
+    # What the process says
+
+    def _readable(self, generation: int) -> None:
+        if self.generation != generation or self._channel is None:
+            return
+        try:
+            frames = self._channel.receive()
+        except ChannelBroken as error:
+            frames = []
+            self.end(Outcome("failed", error=f"the handler process wrote garbage to its channel: {error}"))
+        for header, payload in frames:
+            self._said(header, payload)
+        if self._channel is not None and not self._channel.is_open:
+            # Not a death by itself: a handler may have closed it. The kernel or the forkserver tells.
+            self._unwatch_channel()
+            self.is_up = False
+            if not self._is_dying:
+                self._is_dying = True
+                lost = Outcome("failed", error="the handler process closed its channel before giving a result")
+                self._after(STATUS_WAIT, self._channel_lost, generation, lost)
+
+    def _channel_lost(self, generation: int, lost: Outcome) -> None:
+        if self.generation == generation and self.has_process:
+            self._is_dying = False
+            if self.task is not None:
+                self.end(lost)
+            if not self._is_dying:
+                self._die("the handler process closed its channel", 0.0)
+
+    def _said(self, header: dict[str, Any], payload: bytes) -> None:
+        message = header.get("m")
+        if message == "up":
+            if not self._is_dying:
+                self._cancel_timers()
+                self.is_up = True
+                self._set_up(None)
+        elif message == "setup_failed":
+            error = storable(str(header.get("error")))
+            self._die(f"setup of the handler process failed: {error}", self._settings.kill_grace)
+        elif self._outcome is None or self._outcome.done() or self._decided is not None or self.task is None:
+            return  # Too late: the attempt is over (128). The process is on its way out.
+        elif message == "began":
+            self._cancel_timers()
+            self._after(self.task.timeout, self._timed_out, self.generation)
+        elif message == "flow_input":
+            generation = self.generation
+            self._owner.load_flow_input(self.task, lambda raw: self._answer(generation, raw))
+        elif message == "done":
+            self._finish(Outcome("completed", output=payload), header)
+        elif message == "failed":
+            verdict: Verdict = "failed_for_good" if header.get("final") else "failed"
+            self._finish(Outcome(verdict, error=storable(str(header.get("error")))), header)
+
+    def _finish(self, outcome: Outcome, header: dict[str, Any]) -> None:
+        assert self._outcome is not None
+        self._tasks_done += 1
+        self._is_tainted = bool(header.get("last"))
+        self._cancel_timers()
+        self._outcome.set_result(outcome)
+
+    def _answer(self, generation: int, raw: bytes) -> None:
+        if self.generation == generation and self.task is not None and self._channel is not None:
+            self._send({"m": "flow_input"}, raw)
+
+    def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        channel = self._channel
+        assert channel is not None
+        channel.send(header, payload)
+        if channel.has_unsent:
+            asyncio.get_running_loop().add_writer(channel.fileno(), self._writable, channel)
+
+    def _writable(self, channel: Channel) -> None:
+        channel.flush()
+        if channel is self._channel and not channel.has_unsent:
+            asyncio.get_running_loop().remove_writer(channel.fileno())
+
+    # What is said of the process
+
+    def forked(self, pidfd: int) -> None:
+        """The forkserver has forked it: the kernel will tell when it is dead."""
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._dead, self.generation)
+
+    def _dead(self, generation: int) -> None:
+        """The kernel says that it is dead; the forkserver is given a moment to say how."""
+        if self.generation != generation or self._pidfd is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.is_up, self._is_dying = False, True
+        self._after(STATUS_WAIT, self.exited, generation, "handler process died; how is not known")
+
+    def exited(self, generation: int, error: str) -> None:
+        """It is dead and reaped, or there never was one: the slot is free for another."""
+        if self.generation != generation or not self.has_process:
+            return
+        if self._channel is not None and self._channel.is_open:
+            self._readable(generation)  # A result that arrived before the death counts.
+        self.forget()
+        self._set_up(f"{error} while it was set up")
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(self._decided or Outcome("failed", error=error))
+
+    def lost(self) -> None:
+        """The forkserver is gone, and the process with it."""
+        self.forget()
+        if self._outcome is not None and not self._outcome.done():
+            text = "The forkserver died repeatedly while this task ran"
+            self._outcome.set_result(self._decided or Outcome("crashed", error=text))
+        self._set_up("the forkserver died")
+
+    def forget(self) -> None:
+        """Let go of the process. May be called again."""
+        self._cancel_timers()
+        if self._channel is not None:
+            self._unwatch_channel()
+            self._channel.close()
+            self._channel = None
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self.is_up = self._is_dying = False
+        self._gone.set()
+
+    # Small things
+
+    def _set_up(self, failure: str | None) -> None:
+        if self._up is not None and not self._up.done():
+            self._up.set_result(failure)
+
+    def _unwatch_channel(self) -> None:
+        assert self._channel is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._channel.fileno())
+        loop.remove_writer(self._channel.fileno())
+
+    def _after(self, seconds: float, callback: Callable[..., Any], *arguments: Any) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, callback, *arguments))
+
+    def _cancel_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+
+async def _either(outcome: asyncio.Future[Outcome], event: Coroutine[Any, Any, Any]) -> None:
+    """Wait for an event, or for the end of the attempt."""
+    waiting = asyncio.ensure_future(event)
+    try:
+        await asyncio.wait((outcome, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
