@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pgflow_otp.otp import process
 from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.exit_reason import ExitReason, exit_reason
+from pgflow_otp.otp.node import Ignored, StartFailed
 
 if TYPE_CHECKING:
-    from pgflow_otp.otp.node import Child
+    from pgflow_otp.otp.event_loop import Timer
+    from pgflow_otp.otp.node import Child, StartOutcome
 
 
 @dataclass(eq=False)
@@ -65,9 +67,8 @@ class ChildProcess:
     failure: str | None = None
     last_word: str = ""
     info: dict[str, Any] = field(default_factory=dict)
-    deadline: Any = None
-    #: Whether the event loop watches the channel.
-    watched: bool = False
+    #: Timer after which it is killed.
+    deadline: Timer | None = None
 
     def ask(self) -> None:
         """Request the end: a frame, SIGTERM for whoever is blocked, SIGCONT for whoever is stopped (95)."""
@@ -79,6 +80,35 @@ class ChildProcess:
     def kill(self) -> None:
         self.killed = True
         process.signal_process(self.pid, signal.SIGKILL)
+
+    def start_timed_out(self) -> None:
+        self.failure = f"timeout: no acknowledgement within {self.child.spec.start_timeout} s"
+        self.kill()
+
+    def cancel_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+
+    def noted(self, message: dict[str, Any]) -> bool:
+        """Keep what a message says about the child's own start or end; False when it is about something else."""
+        name = message.get("m")
+        if name == "ignore":
+            self.ignored = True
+        elif name == "failed":
+            self.failure = str(message.get("reason"))
+        elif name == "exit":
+            self.last_word = str(message.get("reason"))
+        else:
+            return False
+        return True
+
+    def start_outcome(self, reason: ExitReason) -> StartOutcome:
+        """Return what came of a start that ended without an acknowledgement (20, 23, 24)."""
+        if self.ignored:
+            return Ignored()
+        if self.failure is not None:
+            return StartFailed(ExitReason("start_failed", info=self.failure))
+        return StartFailed(reason)
 
     def try_reap(self) -> ExitReason | None:
         """Return why it ended and forget it; None while it lives."""

@@ -1,87 +1,32 @@
-"""The event loop that carries out what the nodes decide. One thread, no database, no user code.
+"""Carries out with processes what the nodes decide. One thread, no database, no user code.
 
 All supervisor nodes of one process live in one `Supervisor`; a node nested in another is a child like any other.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
-import selectors
 import signal
-import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pgflow_otp.otp import node as ops
 from pgflow_otp.otp.channel import Channel, ChannelBroken
 from pgflow_otp.otp.child import ChildProcess, start_process
 from pgflow_otp.otp.child_spec import ChildSpec, SupervisorSpec
+from pgflow_otp.otp.event_loop import EventLoop, Timer
 from pgflow_otp.otp.exit_reason import GAVE_UP, START_FAILED, ExitReason
+from pgflow_otp.otp.hooks import Hooks, Path
 from pgflow_otp.otp.process import HAS_PIDFD, ForkError
+from pgflow_otp.otp.runner import STOPPING, Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Path = tuple[str, ...]
 #: Seconds the remaining children get when the end is requested a second time (183).
 HURRY = 2.0
-
-
-class Hooks:
-    """What the owner of a tree may follow. Every method may be left as it is."""
-
-    def on_boot(self) -> None:
-        """All static children of the root are up."""
-
-    def on_start(self, path: Path, info: dict[str, Any]) -> None:
-        """A child acknowledged its start."""
-
-    def on_exit(self, path: Path, reason: ExitReason, info: dict[str, Any], *, requested: bool) -> None:
-        """A child that had started is dead and reaped. `info` is what it had acknowledged with."""
-
-    def on_message(self, path: Path, message: dict[str, Any]) -> None:
-        """A child sent a message that is not the supervisor's own."""
-
-    def on_report(self, path: Path, report: ops.Report, pid: int | None) -> None:
-        """Something worth a line in the log happened."""
-
-    def on_stopping(self) -> None:
-        """The whole tree is about to stop."""
-
-
-@dataclass(eq=False)
-class Runner:
-    """A node being run: its waiting operations, and what the current one waits for."""
-
-    node: ops.Node
-    path: Path
-    parent: tuple[Runner, ops.Child] | None
-    queue: deque[tuple[ops.Operation, Callable[[Any], None] | None]] = field(default_factory=deque)
-    current: ops.Operation | None = None
-    reply: Callable[[Any], None] | None = None
-    waiting: ops.Start | ops.Stop | None = None
-    reasons: dict[ops.Child, ExitReason] = field(default_factory=dict)
-    booted: bool = False
-    exited: bool = False
-
-
-class Timer:
-    """A callback at a time; cancelled by clearing it."""
-
-    __slots__ = ("callback", "when")
-
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
-        self.callback: Callable[[], None] | None = callback
-
-    def __lt__(self, other: Timer) -> bool:
-        return self.when < other.when
-
-    def cancel(self) -> None:
-        self.callback = None
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
 
 class Supervisor:
@@ -106,16 +51,13 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.clock = clock
+        self._clock = clock
         self._hooks = hooks or Hooks()
-        self._root = Runner(ops.Node(spec, clock), (), None)
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[Timer] = []
+        self._loop = EventLoop(clock)
+        self._root = Runner(ops.Node(spec, clock), (), None, self)
         self._resumed: deque[tuple[Runner, Any]] = deque()
-        self._processes: dict[int, ChildProcess] = {}
-        self._owners: dict[ChildProcess, Runner] = {}
+        self._processes: dict[ChildProcess, Runner] = {}
         self._lifeline = os.pipe()
-        self._wake_read, self._wake_write = socket.socketpair()
         self._stop_requests = 0
         self._result: ExitReason | None = None
 
@@ -123,17 +65,20 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the end; return the exit status (192). Call it in the main thread."""
-        self._install_signals()
-        self._enqueue(self._root, self._root.node.boot())
+        self._loop.on_signals(_SIGNALS, self._signals_arrived)
+        self._root.enqueue(self._root.node.boot())
         try:
             while self._result is None:
-                self._drain()
-                if self._result is not None:
-                    break
-                self._wait()
+                while self._resumed:
+                    runner, value = self._resumed.popleft()
+                    runner.advance(value)
+                if self._result is None:
+                    self._loop.turn()
         finally:
             self._close()
-        return self._status(self._result)
+        if self._stop_requests:
+            return 0
+        return START_FAILED if self._result.kind == "start_failed" else GAVE_UP
 
     @property
     def result(self) -> ExitReason | None:
@@ -145,40 +90,31 @@ class Supervisor:
         self._stop_requests += 1
         if self._stop_requests == 1:
             self._hooks.on_stopping()
-            self._request_stop(self._root, ExitReason("shutdown"))
+            self._root.request_stop(ExitReason("shutdown"))
         elif self._stop_requests == 2:
-            for running in self._processes.values():
+            for running in self._processes:
                 running.ask()
-                self._kill_at(running, self.clock() + HURRY)
+                self._kill_after(running, HURRY)
         else:
-            for running in self._processes.values():
+            for running in self._processes:
                 running.kill()
 
     def start_child(self, path: Path, spec: ChildSpec, reply: Callable[[Any], None] | None = None) -> None:
         """Add a child to the node at `path`. `reply` gets ("ok", info) or ("error", reason)."""
-        runner = self._runner(path)
-        if runner is None or runner.node.is_stopping:
-            if reply:
-                reply(("error", "stopping"))
-            return
-        self._enqueue(runner, runner.node.start_child(spec), reply)
+        self._call(path, lambda node: node.start_child(spec), reply)
 
     def terminate_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
         """Stop one child of the node at `path` and leave it down."""
-        runner = self._runner(path)
-        if runner is None or runner.node.is_stopping:
-            if reply:
-                reply(("error", "stopping"))
-            return
-        self._enqueue(runner, runner.node.terminate_child(child_id), reply)
+        self._call(path, lambda node: node.terminate_child(child_id), reply)
 
     def send(self, path: Path, message: str, **content: Any) -> bool:
         """Send a message to a running child; False when it does not run. Never blocks."""
-        running = self._process(path)
-        if running is None:
+        runner = self._runner(path[:-1])
+        child = runner.node.find(path[-1]) if runner is not None else None
+        if child is None or not isinstance(child.handle, ChildProcess):
             return False
-        running.channel.send({"m": message, **content})
-        self._watch_channel(running)
+        child.handle.channel.send({"m": message, **content})
+        self._watch_channel(child.handle)
         return True
 
     def which_children(self) -> list[dict[str, Any]]:
@@ -187,225 +123,115 @@ class Supervisor:
 
     def attach(self, channel: Channel, on_readable: Callable[[], None]) -> None:
         """Watch a channel of the owner's."""
-        self._selector.register(channel.fileno(), selectors.EVENT_READ, on_readable)
+        self._loop.watch(channel.fileno(), on_readable)
 
     def detach(self, channel: Channel) -> None:
-        self._selector.unregister(channel.fileno())
+        """Watch it no longer; before it is closed."""
+        self._loop.unwatch(channel.fileno())
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call back once, so many seconds from now."""
-        timer = Timer(self.clock() + seconds, callback)
-        heapq.heappush(self._timers, timer)
-        return timer
+        return self._loop.after(seconds, callback)
 
-    # The loop
+    # What the nodes decided
 
-    def _wait(self) -> None:
-        while self._timers and self._timers[0].callback is None:
-            heapq.heappop(self._timers)
-        timeout = max(0.0, self._timers[0].when - self.clock()) if self._timers else None
-        for key, _ in self._selector.select(timeout):
-            key.data()
-        # Deadlines after events: what arrived in time counts, even when the whole tree had been stopped (190).
-        now = self.clock()
-        while self._timers and self._timers[0].when <= now:
-            timer = heapq.heappop(self._timers)
-            if timer.callback is not None:
-                timer.callback()
+    def resume(self, runner: Runner, value: Any) -> None:
+        self._resumed.append((runner, value))
 
-    def _drain(self) -> None:
-        while self._resumed:
-            runner, value = self._resumed.popleft()
-            if not runner.exited:
-                self._advance(runner, value)
-
-    def _advance(self, runner: Runner, value: Any) -> None:
-        while True:
-            if runner.current is None:
-                if not runner.queue:
-                    return
-                runner.current, runner.reply = runner.queue.popleft()
-                value = None
-            try:
-                command = runner.current.send(value)
-            except StopIteration:
-                runner.current, value = None, None
-                continue
-            value = None
-            if isinstance(command, ops.Start):
-                runner.waiting = command
-                self._start(runner, command.child)
-                return
-            if isinstance(command, ops.Stop):
-                runner.waiting, runner.reasons = command, {}
-                for child in command.children:
-                    self._stop(child)
-                return
-            if isinstance(command, ops.Exit):
-                self._node_exited(runner, command.reason)
-                return
-            self._perform(runner, command)
-
-    def _perform(self, runner: Runner, command: ops.Command) -> None:
-        if isinstance(command, ops.Report):
-            handle = command.child.handle
-            pid = handle.pid if isinstance(handle, ChildProcess) else None
-            self._hooks.on_report((*runner.path, command.child.spec.id), command, pid)
-        elif isinstance(command, ops.Later):
-            runner.queue.append((command.operation(), None))
-        elif isinstance(command, ops.Reply) and runner.reply is not None:
-            runner.reply(command.answer)
-        elif isinstance(command, ops.Booted):
-            runner.booted = True
-            if runner.parent is None:
-                self._hooks.on_boot()
-            else:
-                self._resume_start(runner.parent[0], runner.parent[1], ops.Started())
-
-    def _enqueue(self, runner: Runner, operation: ops.Operation, reply: Callable[[Any], None] | None = None) -> None:
-        runner.queue.append((operation, reply))
-        if runner.current is None:
-            self._resumed.append((runner, None))
-
-    def _resume_start(self, runner: Runner, child: ops.Child, outcome: ops.StartOutcome) -> None:
-        if isinstance(runner.waiting, ops.Start) and runner.waiting.child is child:
-            runner.waiting = None
-            self._resumed.append((runner, outcome))
-
-    def _resume_stop(self, runner: Runner, child: ops.Child, reason: ExitReason) -> bool:
-        if not isinstance(runner.waiting, ops.Stop) or child not in runner.waiting.children:
-            return False
-        runner.reasons[child] = reason
-        if len(runner.reasons) == len(runner.waiting.children):
-            reasons = [runner.reasons[c] for c in runner.waiting.children]
-            runner.waiting = None
-            self._resumed.append((runner, reasons))
-        return True
-
-    # Starting and stopping
-
-    def _start(self, runner: Runner, child: ops.Child) -> None:
+    def start(self, runner: Runner, child: ops.Child) -> None:
         spec = child.spec
         if isinstance(spec.start, SupervisorSpec):
-            nested = Runner(ops.Node(spec.start, self.clock), (*runner.path, spec.id), (runner, child))
+            nested = Runner(ops.Node(spec.start, self._clock), (*runner.path, spec.id), (runner, child), self)
             child.handle = nested
-            self._enqueue(nested, nested.node.boot())
+            nested.enqueue(nested.node.boot())
             return
         try:
-            running = start_process(child, f"pgflow-otp: {spec.id} [{self.name}]", self._lifeline[0], self.clock())
+            running = start_process(child, f"pgflow-otp: {spec.id} [{self.name}]", self._lifeline[0], self._clock())
         except ForkError as error:
             child.handle = None
-            self._resume_start(runner, child, ops.StartFailed(ExitReason("start_failed", info=str(error))))
+            runner.child_started(child, ops.StartFailed(ExitReason("start_failed", info=str(error))))
             return
         child.handle = running
-        self._processes[running.pid] = running
-        self._owners[running] = runner
+        self._processes[running] = runner
         self._watch_channel(running)
         if running.pidfd is not None:
-            self._selector.register(running.pidfd, selectors.EVENT_READ, lambda: self._check(running))
+            self._loop.watch(running.pidfd, lambda: self._check(running))
         if spec.start_timeout is not None:
-            running.deadline = self.after(spec.start_timeout, lambda: self._start_timed_out(running))
+            running.deadline = self._loop.after(spec.start_timeout, running.start_timed_out)
 
-    def _start_timed_out(self, running: ChildProcess) -> None:
-        running.failure = f"timeout: no acknowledgement within {running.child.spec.start_timeout} s"
-        running.kill()
-
-    def _stop(self, child: ops.Child) -> None:
+    def stop_child(self, child: ops.Child) -> None:
         handle, shutdown = child.handle, child.spec.shutdown
         if isinstance(handle, Runner):
-            self._request_stop(handle, ExitReason("shutdown"))
+            handle.request_stop(ExitReason("shutdown"))
             if isinstance(shutdown, int):
-                self.after(shutdown / 1000, lambda: self._kill_node(handle))
-            return
-        if not handle.acknowledged or shutdown == "brutal_kill":
+                self._loop.after(shutdown / 1000, lambda: self._kill_below(handle))
+        elif not handle.acknowledged or shutdown == "brutal_kill":
             handle.asked = True
             handle.kill()
         elif not handle.asked:
             handle.ask()
             self._watch_channel(handle)
             if isinstance(shutdown, int):
-                self._kill_at(handle, self.clock() + shutdown / 1000)
+                self._kill_after(handle, shutdown / 1000)
 
-    def _kill_at(self, running: ChildProcess, when: float) -> None:
-        if running.deadline is not None:
-            running.deadline.cancel()
-        running.deadline = self.after(when - self.clock(), running.kill)
+    def booted(self, runner: Runner) -> None:
+        if runner.parent is None:
+            self._hooks.on_boot()
+        else:
+            runner.parent[0].child_started(runner.parent[1], ops.Started())
 
-    def _kill_node(self, runner: Runner) -> None:
-        for running, owner in self._owners.items():
-            if owner.path[: len(runner.path)] == runner.path and not runner.exited:
-                running.kill()
-
-    def _request_stop(self, runner: Runner, reason: ExitReason) -> None:
-        """Drop whatever the node is doing; a half-started child is killed when its turn comes (28, 87)."""
-        if runner.node.is_stopping or runner.exited:
+    def exited(self, runner: Runner, reason: ExitReason) -> None:
+        if runner.parent is None:
+            self._result = reason
             return
-        runner.node.is_stopping = True
-        if runner.current is not None:
-            runner.current.close()
-        for operation, reply in runner.queue:
-            operation.close()
-            if reply is not None:
-                reply(("error", "stopping"))
-        runner.queue.clear()
-        runner.waiting, runner.reply = None, None
-        runner.current = runner.node.stop(reason)
-        self._resumed.append((runner, None))
+        parent, child = runner.parent
+        child.handle = None
+        if parent.child_stopped(child, reason):
+            return
+        if runner.is_booted or not parent.child_started(child, ops.StartFailed(reason)):
+            parent.child_died(child, reason)
 
-    # What happened
+    def report(self, runner: Runner, report: ops.Report) -> None:
+        handle = report.child.handle
+        pid = handle.pid if isinstance(handle, ChildProcess) else None
+        self._hooks.on_report((*runner.path, report.child.spec.id), report, pid)
+
+    def _kill_after(self, running: ChildProcess, seconds: float) -> None:
+        running.cancel_deadline()
+        running.deadline = self._loop.after(seconds, running.kill)
+
+    def _kill_below(self, runner: Runner) -> None:
+        if not runner.has_exited:
+            for running, owner in self._processes.items():
+                if owner.path[: len(runner.path)] == runner.path:
+                    running.kill()
+
+    # What happened to the processes
 
     def _check(self, running: ChildProcess) -> None:
         """Reap a child if it is dead. Its last frames come first."""
-        reason = running.try_reap()
-        if reason is None:
+        status = running.try_reap()
+        if status is None:
             return
         self._read(running)
-        reason = ExitReason(reason.kind, reason.code, reason.core, running.last_word or reason.info)
-        runner, child = self._owners.pop(running), running.child
-        del self._processes[running.pid]
-        if running.deadline is not None:
-            running.deadline.cancel()
+        reason = ExitReason(status.kind, status.code, status.core, running.last_word or status.info)
+        runner, child = self._processes.pop(running), running.child
+        running.cancel_deadline()
         if running.pidfd is not None:
-            self._selector.unregister(running.pidfd)
-        self._unwatch_channel(running)
+            self._loop.unwatch(running.pidfd)
+        self._loop.unwatch(running.channel.fileno())
         running.close()
         child.handle = None
 
         if running.acknowledged:
             path = (*runner.path, child.spec.id)
             self._hooks.on_exit(path, reason, running.info, requested=running.asked)
-        if self._resume_stop(runner, child, reason):
+        if runner.child_stopped(child, reason):
             return
-        if not running.acknowledged:
-            self._resume_start(runner, child, _start_outcome(running, reason))
-        elif not runner.node.is_stopping or child.state == "running":
-            self._died(runner, child, reason)
-
-    def _died(self, runner: Runner, child: ops.Child, reason: ExitReason) -> None:
-        child.state = "undefined"
-        child.unhandled_exit = reason
-        if not runner.node.is_stopping:
-            self._enqueue(runner, runner.node.child_exited(child, child.incarnation))
-
-    def _node_exited(self, runner: Runner, reason: ExitReason) -> None:
-        runner.exited = True
-        if runner.current is not None:
-            runner.current.close()
-        for operation, reply in runner.queue:
-            operation.close()
-            if reply is not None:
-                reply(("error", "stopping"))
-        if runner.parent is None:
-            self._result = reason
-            return
-        parent, child = runner.parent
-        child.handle = None
-        if self._resume_stop(parent, child, reason):
-            return
-        if not runner.booted:
-            self._resume_start(parent, child, ops.StartFailed(reason))
+        if running.acknowledged:
+            runner.child_died(child, reason)
         else:
-            self._died(parent, child, reason)
+            runner.child_started(child, running.start_outcome(reason))
 
     def _read(self, running: ChildProcess) -> None:
         try:
@@ -415,71 +241,35 @@ class Supervisor:
             running.kill()
             frames = []
         if not running.channel.is_open:
-            self._unwatch_channel(running)
+            self._loop.unwatch(running.channel.fileno())
         for message, _ in frames:
             self._message(running, message)
 
     def _message(self, running: ChildProcess, message: dict[str, Any]) -> None:
-        runner, child = self._owners[running], running.child
-        name = message.get("m")
-        if name == "ready" and not running.acknowledged:
-            if running.killed:
-                return
+        runner, child = self._processes[running], running.child
+        if running.noted(message):
+            return
+        path = (*runner.path, child.spec.id)
+        if message.get("m") != "ready":
+            self._hooks.on_message(path, message)
+        elif not running.acknowledged and not running.killed:
             running.acknowledged = True
             running.info = message.get("info") or {}
-            if running.deadline is not None:
-                running.deadline.cancel()
-            self._hooks.on_start((*runner.path, child.spec.id), running.info)
-            self._resume_start(runner, child, ops.Started(running.info))
-        elif name == "ignore":
-            running.ignored = True
-        elif name == "failed":
-            running.failure = str(message.get("reason"))
-        elif name == "exit":
-            running.last_word = str(message.get("reason"))
-        else:
-            self._hooks.on_message((*runner.path, child.spec.id), message)
-
-    # Watching
+            running.cancel_deadline()
+            self._hooks.on_start(path, running.info)
+            runner.child_started(child, ops.Started(running.info))
 
     def _watch_channel(self, running: ChildProcess) -> None:
-        if not running.channel.is_open:
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if running.channel.has_unsent else 0)
-        descriptor = running.channel.fileno()
+        if running.channel.is_open:
+            descriptor, write = running.channel.fileno(), running.channel.has_unsent
+            self._loop.watch(descriptor, lambda: self._serve_channel(running), write=write)
 
-        def serve() -> None:
-            running.channel.flush()
-            self._read(running)
-            if running.channel.is_open:
-                self._watch_channel(running)
+    def _serve_channel(self, running: ChildProcess) -> None:
+        running.channel.flush()
+        self._read(running)
+        self._watch_channel(running)
 
-        if running.watched:
-            self._selector.modify(descriptor, events, serve)
-        else:
-            self._selector.register(descriptor, events, serve)
-            running.watched = True
-
-    def _unwatch_channel(self, running: ChildProcess) -> None:
-        if running.watched:
-            self._selector.unregister(running.channel.fileno())
-            running.watched = False
-
-    def _install_signals(self) -> None:
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._signals_arrived)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
-            # What was ignored when we started (nohup, a background job of a shell) stays ignored (184).
-            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGCHLD:
-                signal.signal(number, _noted_by_wakeup_descriptor)
-
-    def _signals_arrived(self) -> None:
-        try:
-            numbers = self._wake_read.recv(4096)
-        except BlockingIOError:
-            return
+    def _signals_arrived(self, numbers: bytes) -> None:
         # Our own signals before the deaths of children: a signal to the whole group must not lead to restarts (186).
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -487,26 +277,27 @@ class Supervisor:
             elif number == signal.SIGUSR1:
                 self._hooks.on_message((), {"m": "dump"})
         if not HAS_PIDFD and signal.SIGCHLD in numbers:
-            for running in list(self._processes.values()):
+            for running in list(self._processes):
                 self._check(running)
 
     def _close(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for running in list(self._processes.values()):
+        for running in self._processes:
             running.kill()
             running.close()
         for descriptor in self._lifeline:
             os.close(descriptor)
-        self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _status(self, reason: ExitReason) -> int:
-        if self._stop_requests:
-            return 0
-        return START_FAILED if reason.kind == "start_failed" else GAVE_UP
+        self._loop.close()
 
     # Looking things up
+
+    def _call(
+        self, path: Path, operation: Callable[[ops.Node], ops.Operation], reply: Callable[[Any], None] | None
+    ) -> None:
+        runner = self._runner(path)
+        if runner is not None:
+            runner.enqueue(operation(runner.node), reply)
+        elif reply is not None:
+            reply(STOPPING)
 
     def _runner(self, path: Path) -> Runner | None:
         runner = self._root
@@ -517,38 +308,20 @@ class Supervisor:
             runner = child.handle
         return runner
 
-    def _process(self, path: Path) -> ChildProcess | None:
-        runner = self._runner(path[:-1])
-        child = runner.node.find(path[-1]) if runner is not None else None
-        return child.handle if child is not None and isinstance(child.handle, ChildProcess) else None
-
     def _which(self, runner: Runner) -> list[dict[str, Any]]:
-        shown: list[dict[str, Any]] = []
-        for child in runner.node.children:
-            entry: dict[str, Any] = {
-                "id": child.spec.id,
-                "type": child.spec.type,
-                "state": child.state,
-                "pid": None,
-                "restarts": child.restarts,
-            }
-            if isinstance(child.handle, ChildProcess):
-                entry["pid"] = child.handle.pid
-                entry["uptime"] = round(self.clock() - child.handle.started_at, 3)
-                entry["info"] = child.handle.info
-            elif isinstance(child.handle, Runner):
-                entry["children"] = self._which(child.handle)
-            shown.append(entry)
+        return [self._shown(child) for child in runner.node.children]
+
+    def _shown(self, child: ops.Child) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "id": child.spec.id,
+            "type": child.spec.type,
+            "state": child.state,
+            "pid": None,
+            "restarts": child.restarts,
+        }
+        if isinstance(child.handle, ChildProcess):
+            uptime = round(self._clock() - child.handle.started_at, 3)
+            shown |= {"pid": child.handle.pid, "uptime": uptime, "info": child.handle.info}
+        elif isinstance(child.handle, Runner):
+            shown["children"] = self._which(child.handle)
         return shown
-
-
-def _start_outcome(running: ChildProcess, reason: ExitReason) -> ops.StartOutcome:
-    if running.ignored:
-        return ops.Ignored()
-    if running.failure is not None:
-        return ops.StartFailed(ExitReason("start_failed", info=running.failure))
-    return ops.StartFailed(reason)
-
-
-def _noted_by_wakeup_descriptor(number: int, frame: object) -> None:
-    """Do nothing: the signal's number is in the wakeup descriptor already (186)."""

@@ -19,8 +19,9 @@ from setproctitle import setproctitle
 from pgflow_otp import log
 from pgflow_otp.otp.channel import Channel, ChannelBroken
 from pgflow_otp.otp.exit_reason import BAD_CONFIGURATION, ExitReason
+from pgflow_otp.otp.hooks import Hooks, Path
 from pgflow_otp.otp.process import close_other_descriptors
-from pgflow_otp.otp.supervisor import Hooks, Path, Supervisor
+from pgflow_otp.otp.supervisor import Supervisor
 from pgflow_otp.runtime.tree import tree_spec, worker_spec
 from pgflow_otp.settings import Settings
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.child_spec import ChildSpec, Flags, SupervisorSpec
-from pgflow_otp.otp.supervisor import Hooks, Supervisor
+from pgflow_otp.otp.hooks import Hooks
+from pgflow_otp.otp.supervisor import Supervisor
 from support import children
 from support.processes import PATIENCE
 

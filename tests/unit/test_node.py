@@ -20,6 +20,7 @@ from pgflow_otp.otp.node import (
     StartFailed,
     Stop,
 )
+from pgflow_otp.otp.runner import Runner
 
 CRASH = ExitReason("exited", 1)
 ASKED = ExitReason("shutdown")
@@ -200,3 +201,66 @@ def test_a_child_that_cannot_start_is_not_stored() -> None:
     trace = drive(made.start_child(ChildSpec(id="a", start=start)), failing=("a",))
     assert trace == ["start a", "reply ('error', 'exited with status 1')"]
     assert made.children == []
+
+
+class Recorder:
+    """Carries out what runners decide by writing it down."""
+
+    def __init__(self) -> None:
+        self.resumed: list[tuple[Runner, Any]] = []
+        self.trace: list[str] = []
+        self.on_booted: Any = None
+
+    def resume(self, runner: Runner, value: Any) -> None:
+        self.resumed.append((runner, value))
+
+    def start(self, runner: Runner, child: Child) -> None:
+        self.trace.append(f"start {child.spec.id}")
+        runner.child_started(child, Started())
+
+    def stop_child(self, child: Child) -> None:
+        self.trace.append(f"stop {child.spec.id}")
+
+    def booted(self, runner: Runner) -> None:
+        self.trace.append("booted")
+        if self.on_booted is not None:
+            self.on_booted()
+
+    def exited(self, runner: Runner, reason: ExitReason) -> None:
+        self.trace.append(f"exit {reason.kind}")
+
+    def report(self, runner: Runner, report: Report) -> None:
+        self.trace.append(f"{report.context} {report.child.spec.id}")
+
+    def run(self) -> None:
+        while self.resumed:
+            runner, value = self.resumed.pop(0)
+            runner.advance(value)
+
+
+def test_a_stop_asked_for_in_the_middle_of_an_operation_is_carried_out_once() -> None:
+    recorder = Recorder()
+    specs = [ChildSpec(id=i, start=start) for i in "ab"]
+    runner = Runner(Node(SupervisorSpec(children=specs), lambda: 0.0), (), None, recorder)
+    recorder.on_booted = lambda: runner.request_stop(ASKED)
+    runner.enqueue(runner.node.boot())
+    recorder.run()
+    for name in "ba":
+        runner.child_stopped(find(runner.node, name), ASKED)
+        recorder.run()
+    assert recorder.trace == ["start a", "start b", "booted", "stop b", "stop a", "exit shutdown"]
+
+
+def test_calls_that_wait_when_the_stop_comes_are_answered_once() -> None:
+    """Statement 87."""
+    recorder = Recorder()
+    runner = Runner(Node(SupervisorSpec(dynamic=True), lambda: 0.0), (), None, recorder)
+    runner.enqueue(runner.node.boot())
+    answers: list[Any] = []
+    runner.enqueue(runner.node.start_child(ChildSpec(id="a", start=start)), answers.append)
+    runner.enqueue(runner.node.start_child(ChildSpec(id="b", start=start)), answers.append)
+    runner.advance(None)
+    runner.request_stop(ASKED)
+    runner.enqueue(runner.node.start_child(ChildSpec(id="c", start=start)), answers.append)
+    assert answers == [("error", "stopping")] * 3
+    assert recorder.trace == ["booted", "start a"]
