@@ -70,10 +70,10 @@ class ChildProcess:
     #: Timer after which it is killed.
     deadline: Timer | None = None
 
-    def ask(self) -> None:
+    def ask(self, *, hurry: bool = False) -> None:
         """Request the end: a frame, SIGTERM for whoever is blocked, SIGCONT for whoever is stopped (95)."""
         self.asked = True
-        self.channel.send({"m": "shutdown"})
+        self.channel.send({"m": "shutdown", "hurry": hurry})
         process.signal_process(self.pid, signal.SIGTERM)
         process.signal_process(self.pid, signal.SIGCONT)
 

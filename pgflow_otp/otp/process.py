@@ -131,6 +131,18 @@ def close_other_descriptors(kept: list[int]) -> None:
     os.closerange(last + 1, max(limit, last + 2))
 
 
+def open_descriptors() -> set[int]:
+    """Return the descriptors that are open now."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        try:
+            os.fstat(int(name))
+        except OSError:
+            continue  # The listing's own.
+        found.add(int(name))
+    return found
+
+
 def set_parent_death_signal(parent: int) -> None:
     """Ask the kernel for SIGKILL when the parent dies; leave at once if it is dead already (146)."""
     if sys.platform == "linux":

@@ -93,7 +93,8 @@ class Supervisor:
             self._root.request_stop(ExitReason("shutdown"))
         elif self._stop_requests == 2:
             for running in self._processes:
-                running.ask()
+                running.ask(hurry=True)
+                self._watch_channel(running)
                 self._kill_after(running, HURRY)
         else:
             for running in self._processes:

@@ -60,10 +60,13 @@ class ForkServer:
         self._config = config
         self._handlers: dict[int, _Handler] = {}
         self._selector = selectors.DefaultSelector()
+        #: What the user's import opened: handlers get these and no others.
+        self._users_descriptors: tuple[int, ...] = ()
 
     def run(self) -> int:
         os.dup2(2, 1)  # What user code prints is log output; standard output belongs to the command's result.
         process.become_subreaper()
+        before = process.open_descriptors()
         try:
             flow = self._load()
         except PgflowError as error:
@@ -72,6 +75,7 @@ class ForkServer:
         if threading.active_count() > 1:
             self._control.send({"m": "boot_failed", "reason": _THREADS_LEFT.format(target=self._config.target)})
             return 0
+        self._users_descriptors = tuple(process.open_descriptors() - before)
         self._control.send({"m": "booted"})
         wake = self._install_wakeup()
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -126,7 +130,7 @@ class ForkServer:
         try:
             pid = process.fork(
                 main,
-                keep=(descriptor,),
+                keep=(descriptor, *self._users_descriptors),
                 title=f"pgflow-otp: handler:{config.flow_slug}/{slot} [{config.tree}]",
                 dies_with_parent=True,
             )

@@ -53,14 +53,6 @@ class HandlerPool:
     def is_booted(self) -> bool:
         return self._link.booted.is_set()
 
-    @property
-    def free_slots(self) -> int:
-        return sum(slot.task is None for slot in self._slots)
-
-    @property
-    def busy_slots(self) -> int:
-        return len(self._slots) - self.free_slots
-
     async def run(self, task: ClaimedTask) -> Outcome:
         """Run one task; the caller sees to it that a slot is free."""
         free = (slot for slot in self._slots if slot.task is None)
@@ -71,14 +63,14 @@ class HandlerPool:
         for slot in self._slots:
             slot.tell_drain()
 
-    def release_all(self) -> None:
-        """Kill what still runs; its attempts are handed back."""
+    def release_all(self, grace: float | None = None) -> None:
+        """Kill what still runs; its attempts are handed back. `grace`: seconds to SIGKILL; None: kill_grace."""
         for slot in self._slots:
-            slot.end(Outcome("released"))
+            slot.end(Outcome("released"), grace)
 
     def close(self) -> None:
         """Kill everything that is left. May be called again."""
-        self.release_all()
+        self.release_all(0.0)
         self._link.close()
         for slot in self._slots:
             slot.lost()

@@ -89,9 +89,16 @@ class Slot:
             self._outcome = None
             self._after_task()
 
-    def end(self, outcome: Outcome) -> None:
-        """Decide the attempt from outside: SIGTERM to the group, SIGKILL after the grace, each a timer of its own."""
-        if self._decided is not None or self._outcome is None or self._outcome.done():
+    def end(self, outcome: Outcome, grace: float | None = None) -> None:
+        """Decide the attempt from outside: SIGTERM to the group, SIGKILL after the grace, each a timer of its own.
+
+        Of an attempt that is decided already only the grace may still be cut short.
+        """
+        if self._outcome is None or self._outcome.done():
+            return
+        if self._decided is not None:
+            if grace is not None and self.has_process:
+                self._kill_after(grace)
             return
         self._decided = outcome
         if not self.has_process:
@@ -103,7 +110,7 @@ class Slot:
         self._cancel_timers()
         self._is_dying, self.is_up = True, False
         self._signal(self.generation, signal.SIGTERM)
-        self._kill_after(self._settings.kill_grace)
+        self._kill_after(self._settings.kill_grace if grace is None else grace)
 
     def tell_drain(self) -> None:
         """Let the handler know that the worker is being stopped."""

@@ -82,20 +82,14 @@ class Supervisor:
             settings=tree_settings,
             host=theirs.fileno(),
         )
-        read, write = os.pipe()
         try:
-            process = subprocess.Popen(
-                command(package_parent(), read),
-                stdin=subprocess.DEVNULL,
-                stdout=stderr if stderr is not None else _standard_error(),
-                stderr=subprocess.STDOUT,
-                pass_fds=(read, theirs.fileno()),
-                start_new_session=True,
-            )
-            with os.fdopen(write, "wb") as sink:
-                sink.write(config.as_bytes())
+            process = _start_root(config, theirs, stderr)
+        except BaseException:
+            ours.close()
+            if server is not None:
+                server.release()
+            raise
         finally:
-            os.close(read)
             theirs.close()
         handle = cls(process, Channel(ours), found, tree_settings)
         handle._server = server
@@ -232,6 +226,27 @@ class Supervisor:
         elif message["m"] == "module":
             self._modules[message["target"]] = message
         return message
+
+
+def _start_root(config: BootConfig, channel: socket.socket, stderr: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command(package_parent(), read),
+            stdin=subprocess.DEVNULL,
+            stdout=stderr if stderr is not None else _standard_error(),
+            stderr=subprocess.STDOUT,
+            pass_fds=(read, channel.fileno()),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    with os.fdopen(write, "wb") as sink:
+        sink.write(config.as_bytes())
+    return process
 
 
 def start_embedded() -> tuple[EmbeddedServer, str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SILENCE = 60.0
 #: Seconds between two tries for rows that somebody else holds.
 _HELD_ROWS_PAUSE = 0.1
+_HELD_ROWS_TRIES = 20
 
 
 def run_recovery(context: ChildContext, dsn: str, settings: Settings) -> int:
@@ -71,19 +72,23 @@ class Recovery:
         return 0
 
     async def _release_dead(self) -> None:
-        while self._to_release:
+        while self._to_release and not self._stopping:
             worker_id = self._to_release[0]
-            await self._release(worker_id)
+            done = await self._release(worker_id)
             self._to_release.pop(0)
-            self._context.send("released", worker_id=str(worker_id))
+            if done:
+                self._context.send("released", worker_id=str(worker_id))
+            else:
+                self._to_release.append(worker_id)  # Somebody sits on its rows: the others first.
 
-    async def _release(self, worker_id: UUID) -> None:
+    async def _release(self, worker_id: UUID) -> bool:
+        """Hand back a worker's tasks; False when rows are held by others for longer than it is waited for."""
         connection = await self._connect()
-        released = 0
-        while True:
+        released = crashed = 0
+        for _ in range(_HELD_ROWS_TRIES):
             now_released, crashed, remaining = await workers.release_worker(connection, worker_id)
             released += now_released
-            if remaining == 0:
+            if remaining == 0 or self._stopping:
                 break
             await asyncio.sleep(_HELD_ROWS_PAUSE)
         if released:
@@ -91,6 +96,7 @@ class Recovery:
         if crashed:
             failed = await workers.fail_crashed_tasks(connection, worker_id)
             logger.error(f"failed {failed} task(s) whose worker crashed three times while they ran")
+        return remaining == 0
 
     async def _sweep(self) -> None:
         connection = await self._connect()

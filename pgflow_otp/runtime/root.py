@@ -116,8 +116,6 @@ class Root(Hooks):
             name=config.settings.name,
             hooks=self,
         )
-        #: Workers that the starter asked for, by slug; kept through its restarts.
-        self._targets: dict[str, str] = {}
         #: Ids of dead workers until recovery says that their tasks are released.
         self._unreleased: list[str] = []
         self._modules: dict[str, dict[str, Any]] = {}
@@ -193,7 +191,6 @@ class Root(Hooks):
         self._tell_host("stopping")
 
     def _start_worker(self, slug: str, target: str) -> None:
-        self._targets[slug] = target
         self._pending_workers += 1
 
         def started(answer: tuple[str, Any]) -> None:

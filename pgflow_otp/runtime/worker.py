@@ -86,7 +86,7 @@ class Worker:
         self._registered = False
         self._wake = asyncio.Event()
         self._draining = asyncio.Event()
-        self._orphaned = False
+        self._hurrying = False
         self._deprecated = False
         self._running: set[asyncio.Task[None]] = set()
         self._outcomes: list[tuple[ClaimedTask, Outcome]] = []
@@ -143,8 +143,7 @@ class Worker:
 
     async def _claim(self) -> float:
         """Claim as much as there is room for; return how long to wait before the next look."""
-        room = self.pool.free_slots - sum(1 for task in self._running if not task.done())
-        room = min(room, self._settings.max_concurrency - len(self._running))
+        room = self._settings.max_concurrency - len(self._running)
         if self._draining.is_set() or room <= 0 or not self.pool.is_booted:
             return self._timer.found() if room > 0 else self._settings.max_poll_interval
         quantity = min(room, self._settings.batch_size)
@@ -205,15 +204,14 @@ class Worker:
 
     async def _finish(self) -> None:
         """Let what runs finish within the drain time, hand the rest back, and leave."""
-        running = self.pool.busy_slots
-        if running and not self._orphaned:
-            limit = self._settings.drain_timeout
-            logger.info(f"stopping: waiting up to {limit:g} s for {running} running task{'s' * (running > 1)}")
+        if (self._running or self._outcomes) and not self._hurrying:
+            limit, running = self._settings.drain_timeout, len(self._running)
+            logger.info(f"stopping: waiting up to {limit:g} s for {running} running task{'s' * (running != 1)}")
             self.pool.tell_drain()
             await self._settle_until_idle(limit)
-        if self._running:
-            self.pool.release_all()
-            await self._settle_until_idle(LAST_WILL if self._orphaned else self._settings.kill_grace + 2)
+        if self._running or self._outcomes:
+            self.pool.release_all(0.0 if self._hurrying else None)
+            await self._settle_until_idle(LAST_WILL if self._hurrying else self._settings.kill_grace + 2)
         try:
             async with asyncio.timeout(LAST_WILL):
                 await self._settle()
@@ -238,12 +236,16 @@ class Worker:
         self._draining.set()
         self._wake.set()
 
+    def _hurry(self) -> None:
+        """Nobody waits any more: what runs is killed and handed back at once."""
+        self._hurrying = True
+        self.pool.release_all(0.0)
+        self._drain()
+
     def _parent_died(self) -> None:
         """The supervisor is gone: kill the handlers, hand the tasks back in a second at most, and go."""
         asyncio.get_running_loop().remove_reader(self._context.lifeline)
-        self._orphaned = True
-        self.pool.release_all()
-        self._drain()
+        self._hurry()
         asyncio.get_running_loop().call_later(2 * LAST_WILL, self._leave_at_once)
 
     def _leave_at_once(self) -> None:
@@ -260,7 +262,7 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self._context.channel.fileno())
         for message in messages:
             if message["m"] == "shutdown":
-                self._drain()
+                self._hurry() if message.get("hurry") else self._drain()
             elif message["m"] == "poll_now":
                 self._timer.found()
                 self._wake.set()

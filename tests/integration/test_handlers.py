@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.processes import is_alive
+from support.processes import is_alive, wait_for, wait_gone
 
 from pgflow_otp import RunFailed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import psycopg
     from integration.conftest import Spawn
 
@@ -100,8 +102,6 @@ def test_a_process_is_used_again_and_recycled_after_its_tasks(spawn: Spawn) -> N
 
 
 def test_an_idle_process_is_retired(spawn: Spawn) -> None:
-    from support.processes import wait_gone
-
     tree = spawn("flows.zoo:one", idle_timeout=0.2)
     pid = tree.client.start_flow_sync("one", {"do": "pid"}).output["act"]
     wait_gone(pid)
@@ -109,8 +109,6 @@ def test_an_idle_process_is_retired(spawn: Spawn) -> None:
 
 
 def test_a_handlers_own_subprocess_dies_with_it(spawn: Spawn) -> None:
-    from support.processes import wait_gone
-
     tree = spawn("flows.zoo:one", idle_timeout=0.2)
     grandchild = tree.client.start_flow_sync("one", {"do": "grandchild"}).output["act"]
     assert is_alive(grandchild)
@@ -153,3 +151,24 @@ def test_the_context_tells_about_the_task(spawn: Spawn) -> None:
             "rows": [1],
         }
     ]
+
+
+def test_a_handler_has_its_channel_and_what_its_module_opened_and_nothing_else(spawn: Spawn) -> None:
+    tree = spawn("flows.opens")
+    seen = tree.client.start_flow_sync("opens", None).output["look"]
+    assert seen["first"].startswith('"""A flow whose module')
+    assert seen["sockets"] == 1
+    own = ("socket:", "/dev/null", "/proc/", "pipe:", "/dev/", "anon_inode:[pidfd]")
+    assert [link for link in seen["links"] if not link.startswith(own) and not link.endswith("opens.py")] == []
+
+
+def test_as_many_handlers_run_at_once_as_max_concurrency_says(spawn: Spawn, tmp_path: Path) -> None:
+    tree = spawn("flows.zoo:many", max_concurrency=6)
+    started, go = tmp_path / "started", tmp_path / "go"
+    request = {"do": "wait_for_file", "started": str(started), "go": str(go)}
+    run_id = tree.client.start_flow("many", [request] * 9)
+    wait_for(lambda: started.exists() and len(started.read_text().splitlines()) == 6, "six handlers at once")
+    go.touch()
+    assert tree.client.wait(run_id).output == {"act": ["done"] * 9}
+    pids = {line.split()[0] for line in started.read_text().splitlines()}
+    assert len(pids) == 6

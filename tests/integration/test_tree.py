@@ -181,6 +181,30 @@ def test_what_does_not_finish_in_time_is_handed_back_and_goes_on_at_the_next_sta
     assert again.client.wait(run_id).status == "completed"
 
 
+def test_stopping_twice_does_not_wait_and_still_hands_back(
+    spawn: Spawn, gate: Gate, connection: psycopg.Connection[Any]
+) -> None:
+    tree = spawn("flows.zoo:patient")
+    run_id = tree.client.start_flow("patient", gate.request)
+    gate.wait_started()
+    tree.request_stop()
+    assert tree.stop() == 0
+    assert task(connection, run_id)["status"] == "queued"
+    assert task(connection, run_id)["attempts_count"] == 0
+
+
+def test_a_killed_root_releases_even_what_hangs_in_c(
+    spawn: Spawn, connection: psycopg.Connection[Any], token: str
+) -> None:
+    tree = spawn("flows.zoo:patient", kill_grace=30)
+    run_id = tree.client.start_flow("patient", {"do": "hang_c"})
+    wait_for(lambda: task(connection, run_id)["status"] == "started", "the task to be claimed")
+    wait_for(lambda: titled(token, "handler:patient/"), "the handler")
+    os.kill(tree.pid, signal.SIGKILL)
+    wait_for(lambda: not titled(token, "pgflow-otp:"), "the end of the whole tree")
+    assert task(connection, run_id)["status"] == "queued"
+
+
 def test_a_deprecated_worker_drains_and_another_takes_over(spawn: Spawn, connection: psycopg.Connection[Any]) -> None:
     tree = spawn("flows.zoo:one", heartbeat_interval=0.1)
     tree.client.start_flow_sync("one", {"do": "pid"})
