@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from support.processes import TOKEN_VARIABLE, open_descriptors, ours, wait_for
+from support.processes import TOKEN_VARIABLE, open_descriptors, ours, permanent_descriptors, wait_for
 from support.server import postgres
 from support.vectors import SETUP
 
@@ -53,6 +53,7 @@ def template(server: str) -> Iterator[str]:
         with psycopg.connect(make_conninfo(server, dbname=name), autocommit=True) as connection:
             connection.execute(SETUP.encode())
             schema.install(connection)
+        permanent_descriptors.add(f"{admin.fileno()} {os.readlink(f'/proc/self/fd/{admin.fileno()}')}")
         yield name
         admin.execute(sql.SQL("drop database {}").format(sql.Identifier(name)))
 
@@ -99,9 +100,8 @@ def nothing_is_left(token: str) -> Iterator[None]:
     before = open_descriptors()
     yield
     wait_for(lambda: not ours(token), f"the end of {[p.cmdline() for p in ours(token)]}", 5)
-    new = {d for d in open_descriptors() - before if "/proc/" not in d}
-    # The server's fixtures open theirs within the first test that asks for them, and keep them.
-    assert not [d for d in new if "socket:" not in d], f"descriptors left open: {new}"
+    left = {d for d in open_descriptors() - before - permanent_descriptors if "/proc/" not in d}
+    assert not left, f"descriptors left open: {left}"
 
 
 @pytest.fixture

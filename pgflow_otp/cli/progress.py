@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -47,9 +48,9 @@ class Progress:
             self._live.update(step_table(run, f"{self._title}  {time.monotonic() - self._began:.1f} s"))
 
 
-def step_table(run: Run, title: str) -> Table:
-    """Return the steps of a run as a table."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+def step_table(run: Run, title: str) -> Group:
+    """Return a run as a line and a table of its steps."""
+    table = Table(box=None, pad_edge=False, show_header=False)
     for step in run.steps:
         mark, style = _MARKS[step.status]
         table.add_row(
@@ -60,7 +61,7 @@ def step_table(run: Run, title: str) -> Table:
             _duration(step),
             Text(_note(step), style="dim", overflow="ellipsis", no_wrap=True),
         )
-    return table
+    return Group(Text(title, style="bold", no_wrap=True), table)
 
 
 def _tasks(step: StepState) -> Any:

@@ -119,6 +119,7 @@ def _stop(supervisor: Supervisor) -> None:
             return
         except KeyboardInterrupt:
             click.echo("hurrying", err=True)
+            supervisor.request_stop()
 
 
 def _one_flow(target: str, settings: Settings) -> FlowInfo:

@@ -53,7 +53,7 @@ def fork(
     if threading.active_count() > 1:
         raise ForkError(f"cannot fork while {threading.active_count()} threads run")
     parent = os.getpid()
-    kept = sorted({0, 1, 2, *keep})
+    kept = {0, 1, 2, *keep}
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -72,7 +72,7 @@ def fork(
 
 
 def _run_child(
-    main: Callable[[], int | None], kept: list[int], title: str, die_with: int | None, new_session: bool
+    main: Callable[[], int | None], kept: set[int], title: str, die_with: int | None, new_session: bool
 ) -> None:
     status = 1
     try:
@@ -120,15 +120,13 @@ def reset_signals() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
-def close_other_descriptors(kept: list[int]) -> None:
-    """Close every descriptor that is not in the sorted list."""
-    limit = os.sysconf("SC_OPEN_MAX")
-    last = -1
-    for descriptor in kept:
-        if descriptor > last + 1:  # An empty range that begins at 0 would close everything.
-            os.closerange(last + 1, descriptor)
-        last = descriptor
-    os.closerange(last + 1, max(limit, last + 2))
+def close_other_descriptors(kept: Iterable[int]) -> None:
+    """Close every descriptor that is not in the list: by what is open, since the limit may be a billion."""
+    for descriptor in open_descriptors().difference(kept):
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
 
 
 def open_descriptors() -> set[int]:

@@ -44,6 +44,7 @@ class Supervisor:
         self._ready: dict[str, Any] | None = None
         self._client: Client | None = None
         self._questions = 0
+        self._stop_requested = False
 
     @classmethod
     def spawn(
@@ -163,6 +164,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the tree to stop and return at once. A second request hurries, a third kills."""
+        self._stop_requested = True
         self._channel.send({"m": "stop"})
 
     def stop(self, timeout: float | None = None) -> int | None:
@@ -171,7 +173,7 @@ class Supervisor:
         Args:
             timeout: seconds until it is killed; None: drain_timeout and a margin.
         """
-        if self._process.poll() is None:
+        if self._process.poll() is None and not self._stop_requested:
             self.request_stop()
         limit = timeout
         if limit is None:
@@ -209,7 +211,7 @@ class Supervisor:
         """Return the next message of the tree; None at the deadline. The end of the channel is a message too."""
         while self._channel.is_open:
             known = len(self._messages)
-            self._messages += [message for message, _ in self._channel.receive()]
+            self._messages += self._channel.receive_messages()
             if len(self._messages) > known:
                 break
             left = deadline - time.monotonic()

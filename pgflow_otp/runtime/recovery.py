@@ -14,7 +14,6 @@ from pgflow_otp import log
 from pgflow_otp.db import workers
 from pgflow_otp.db.connection import connect_async
 from pgflow_otp.errors import DatabaseUnavailable
-from pgflow_otp.otp.channel import ChannelBroken
 from pgflow_otp.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -136,12 +135,10 @@ class Recovery:
         self._wake.set()
 
     def _message_arrived(self) -> None:
-        try:
-            messages = [message for message, _ in self._context.channel.receive()]
-        except ChannelBroken:
-            messages = []
-        if not self._context.channel.is_open:
-            asyncio.get_running_loop().remove_reader(self._context.channel.fileno())
+        channel = self._context.channel
+        messages = channel.receive_messages()
+        if not channel.is_open:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
         for message in messages:
             if message["m"] == "shutdown":
                 self._stop()

@@ -17,7 +17,7 @@ from loguru import logger
 from setproctitle import setproctitle
 
 from pgflow_otp import log
-from pgflow_otp.otp.channel import Channel, ChannelBroken
+from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.exit_reason import BAD_CONFIGURATION, ExitReason
 from pgflow_otp.otp.hooks import Hooks, Path
 from pgflow_otp.otp.process import close_other_descriptors
@@ -92,7 +92,7 @@ def main(descriptor: str) -> None:
     kept = [d for d in (config.host, config.embedded) if d is not None]
     for inherited in kept:
         os.set_inheritable(inherited, False)
-    close_other_descriptors(sorted({0, 1, 2, *kept}))
+    close_other_descriptors((0, 1, 2, *kept))
     setproctitle(f"pgflow-otp: supervisor [{config.settings.name}]")
     log.configure("root", config.settings.log_level)
     status = Root(config).run()
@@ -225,11 +225,7 @@ class Root(Hooks):
 
     def _host_said(self) -> None:
         assert self._host is not None
-        try:
-            messages = [message for message, _ in self._host.receive()]
-        except ChannelBroken:
-            messages = []
-        for message in messages:
+        for message in self._host.receive_messages():
             self._host_asked(message)
         if not self._host.is_open:
             self._supervisor.detach(self._host)

@@ -21,7 +21,6 @@ from pgflow_otp.db import tasks, workers
 from pgflow_otp.db.connection import connect_async
 from pgflow_otp.errors import DatabaseUnavailable
 from pgflow_otp.flow.payload import storable
-from pgflow_otp.otp.channel import ChannelBroken
 from pgflow_otp.pool.forkserver import HandlerConfig
 from pgflow_otp.pool.pool import HandlerPool
 from pgflow_otp.runtime.backoff import Backoff
@@ -254,12 +253,10 @@ class Worker:
         signal.raise_signal(signal.SIGKILL)
 
     def _message_arrived(self) -> None:
-        try:
-            messages = [message for message, _ in self._context.channel.receive()]
-        except ChannelBroken:
-            messages = []
-        if not self._context.channel.is_open:
-            asyncio.get_running_loop().remove_reader(self._context.channel.fileno())
+        channel = self._context.channel
+        messages = channel.receive_messages()
+        if not channel.is_open:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
         for message in messages:
             if message["m"] == "shutdown":
                 self._hurry() if message.get("hurry") else self._drain()

@@ -188,6 +188,7 @@ def test_stopping_twice_does_not_wait_and_still_hands_back(
     run_id = tree.client.start_flow("patient", gate.request)
     gate.wait_started()
     tree.request_stop()
+    tree.request_stop()
     assert tree.stop() == 0
     assert task(connection, run_id)["status"] == "queued"
     assert task(connection, run_id)["attempts_count"] == 0

@@ -70,6 +70,10 @@ def titled(token: str, part: str) -> list[int]:
     return found
 
 
+#: Descriptors that fixtures of the whole session keep open.
+permanent_descriptors: set[str] = set()
+
+
 def open_descriptors() -> set[str]:
     """Return this process's descriptors, as number and target."""
     shown = set()
