@@ -7,6 +7,7 @@ that leaves stops it. After a crash the lock is gone with its holder, and the ne
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -19,9 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import psycopg
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from pgflow_otp.errors import ConfigurationError, DatabaseUnavailable
 
@@ -69,12 +72,12 @@ class EmbeddedServer:
 
     def dsn(self, database: str = "pgflow") -> str:
         """Return the DSN of a database in this server."""
-        return f"host={self.socket_directory} port=5432 user=postgres dbname={database}"
+        return make_conninfo(host=str(self.socket_directory), port=5432, user="postgres", dbname=database)
 
     @property
     def uri(self) -> str:
         """The DSN in the form people paste into psql."""
-        return f"postgresql://postgres@/pgflow?host={self.socket_directory}"
+        return f"postgresql://postgres@/pgflow?host={quote(str(self.socket_directory), safe='/')}"
 
     def acquire(self) -> str:
         """Start the server if it does not run, hold it, and return the DSN of database `pgflow`.
@@ -134,7 +137,15 @@ class EmbeddedServer:
 
     def _make_folders(self) -> None:
         for folder in (self.root, self.socket_directory):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the embedded PostgreSQL cannot keep its data in {folder}: {error.strerror}; "
+                    "set XDG_DATA_HOME, or give --dsn"
+                ) from None
             if folder.stat().st_uid != os.geteuid() and os.geteuid() != 0:
                 raise ConfigurationError(f"{folder} belongs to somebody else; give --dsn, or set XDG_DATA_HOME")
             self._launcher.own(folder)
@@ -277,7 +288,10 @@ def _major_version(binaries: Path) -> str:
 
 def _user_data_home() -> Path:
     base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "pgflow-otp"
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "share") / "pgflow-otp"
+    except RuntimeError:
+        raise ConfigurationError("this account has no home directory; set XDG_DATA_HOME, or give --dsn") from None
 
 
 def _last_line(file: Path) -> str:

@@ -203,6 +203,28 @@ def test_printed_sql_installs_the_same_schema(pgflow: Any, empty_database: str) 
     assert pgflow("setup", "--check", "--dsn", empty_database).returncode == 0
 
 
+def test_a_data_folder_that_cannot_be_written_is_one_clear_line(pgflow: Any) -> None:
+    done = pgflow("run", "examples.hostile", XDG_DATA_HOME="/dev/null/data")
+    assert done.returncode == 78
+    assert "cannot keep its data in /dev/null/data/pgflow-otp" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_modules_of_the_user_do_not_stand_in_for_the_librarys(pgflow: Any, database: str, tmp_path: Path) -> None:
+    for name in ("queue", "json", "selectors", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not me')")
+    (tmp_path / "mine.py").write_text("from pgflow_otp import Flow\nf = Flow('mine')\nf.step('s')(lambda v: v)\n")
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "pgflow-otp"), "run", "mine", "--input", "3", "--dsn", database],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, '{\n  "s": 3\n}\n'), done.stderr
+
+
 def test_version_and_help(pgflow: Any) -> None:
     assert "0.1.0" in pgflow("--version").stdout
     for arguments in ([], ["run"], ["start"], ["setup"], ["runs"], ["runs", "show"], ["embedded"]):

@@ -56,6 +56,15 @@ def test_a_half_made_data_folder_is_made_again(tmp_path: Path) -> None:
     server.release()
 
 
+def test_a_path_with_blanks_and_quotes_works(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "it's a folder")
+    with psycopg.connect(server.acquire()) as connection:
+        assert connection.execute("select 1").fetchone() == (1,)
+    with psycopg.connect(server.uri) as connection:
+        assert connection.execute("select 1").fetchone() == (1,)
+    server.release()
+
+
 def test_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100)
     server = EmbeddedServer(deep)
