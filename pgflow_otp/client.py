@@ -12,8 +12,16 @@ import psycopg
 
 from pgflow_otp.db import flows
 from pgflow_otp.db.connection import connect
-from pgflow_otp.db.dsn import check_dsn, find_dsn
-from pgflow_otp.errors import ConfigurationError, FlowNotFound, PgflowError, RunFailed, RunNotFound, SchemaError
+from pgflow_otp.db.dsn import check_dsn, find_dsn, unavailable_reason
+from pgflow_otp.errors import (
+    ConfigurationError,
+    DatabaseUnavailable,
+    FlowNotFound,
+    PgflowError,
+    RunFailed,
+    RunNotFound,
+    SchemaError,
+)
 from pgflow_otp.flow.dsl import Flow
 from pgflow_otp.flow.payload import encode
 
@@ -161,7 +169,7 @@ class Client:
         """Wait for the end of a run and return it with its steps. Errors as for `start_flow_sync`."""
         deadline = time.monotonic() + timeout
         pause = _SHORTEST_WAIT
-        while not (run := self.get_run(run_id)).is_finished:
+        while not self._has_finished(run_id):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"run {run_id} has not ended within {timeout} s; it goes on")
@@ -171,6 +179,13 @@ class Client:
         if run.status == "failed":
             raise RunFailed(run, f"run {run_id} of '{run.flow_slug}' failed: {run.error or 'no step says why'}")
         return run
+
+    def _has_finished(self, run_id: UUID) -> bool:
+        """Whether the run has ended. A database that does not answer now may do so within the time one waits."""
+        try:
+            return self.get_run(run_id).is_finished
+        except DatabaseUnavailable:
+            return False
 
     def get_run(self, run_id: UUID | str) -> Run:
         """Return a run without its steps.
@@ -232,6 +247,10 @@ class Client:
             yield self._own
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName):
             raise SchemaError("the pgflow schema is not installed in this database; run: pgflow-otp setup") from None
+        except psycopg.OperationalError as error:
+            if not self._own.closed:
+                raise
+            raise DatabaseUnavailable(unavailable_reason(error, self._dsn)) from None
 
 
 def _slug(flow: Flow | str) -> str:

@@ -15,7 +15,7 @@ from pgflow_otp.cli.options import dsn_option, json_input, resolve_database, set
 from pgflow_otp.cli.progress import Progress
 from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
-from pgflow_otp.errors import TreeStartError
+from pgflow_otp.errors import DatabaseUnavailable, TreeStartError
 from pgflow_otp.runtime.handle import Supervisor, import_path
 from pgflow_otp.runtime.inspection import FlowInfo, inspect_target
 from pgflow_otp.settings import Settings, settings_from
@@ -91,10 +91,13 @@ def _run(flow: FlowInfo, payload: Any, dsn: str, settings: Settings) -> int:
 def _follow(supervisor: Supervisor, run_id: Any, progress: Progress) -> Run:
     with progress:
         while True:
-            seen = supervisor.client.get_run_with_states(run_id)
-            progress.show(seen)
-            if seen.is_finished:
-                return seen
+            try:
+                seen = supervisor.client.get_run_with_states(run_id)
+                progress.show(seen)
+                if seen.is_finished:
+                    return seen
+            except DatabaseUnavailable:
+                pass  # The tree waits for the database, and so do we.
             ended = supervisor.join(timeout=_LOOK)
             if ended is not None:
                 raise TreeStartError(f"the tree ended with status {ended} before the run did; its log says why")

@@ -291,7 +291,6 @@ def test_the_tree_waits_for_a_database_that_is_down_and_survives_its_crash(tmp_p
             run_id = tree.client.start_flow("patient", gate.request)
             gate.wait_started()
             server._control("stop", "-m", "immediate")
-            tree.client.close()
             gate.open()
             server.acquire()
             assert tree.client.wait(run_id).status == "completed"
