@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import click
 
+from pgflow_otp.cli.check_schema import check_schema
 from pgflow_otp.cli.embedded import embedded
 from pgflow_otp.cli.run import run
 from pgflow_otp.cli.runs import runs
@@ -31,7 +32,7 @@ def cli() -> None:
     """Run PostgreSQL workflows on a supervised tree of processes."""
 
 
-for _command in (start, run, setup, runs, embedded):
+for _command in (start, run, setup, check_schema, runs, embedded):
     cli.add_command(_command)
 
 

@@ -193,6 +193,16 @@ def test_a_database_without_the_schema_names_the_command(pgflow: Any, empty_data
     again = pgflow("setup", "--dsn", empty_database)
     assert "up to date already" in again.stdout
     assert pgflow("setup", "--check", "--dsn", empty_database).returncode == 0
+    assert pgflow("check-schema", "--dsn", empty_database).returncode == 0
+
+
+def test_faults_of_a_schema_are_listed_and_end_with_1(pgflow: Any, database: str) -> None:
+    with psycopg.connect(database) as connection:
+        connection.execute("drop table pgflow.worker_functions")
+    done = pgflow("check-schema", "--dsn", database)
+    assert done.returncode == 1
+    assert "has 1 fault:" in done.stdout
+    assert "table pgflow.worker_functions does not exist" in done.stdout
 
 
 def test_printed_sql_installs_the_same_schema(pgflow: Any, empty_database: str) -> None:
@@ -201,6 +211,7 @@ def test_printed_sql_installs_the_same_schema(pgflow: Any, empty_database: str) 
     with psycopg.connect(empty_database) as connection:
         connection.execute(printed.stdout.encode())
     assert pgflow("setup", "--check", "--dsn", empty_database).returncode == 0
+    assert pgflow("check-schema", "--dsn", empty_database).returncode == 0
 
 
 def test_a_data_folder_that_cannot_be_written_is_one_clear_line(pgflow: Any) -> None:
@@ -227,7 +238,7 @@ def test_modules_of_the_user_do_not_stand_in_for_the_librarys(pgflow: Any, datab
 
 def test_version_and_help(pgflow: Any) -> None:
     assert "0.1.0" in pgflow("--version").stdout
-    for arguments in ([], ["run"], ["start"], ["setup"], ["runs"], ["runs", "show"], ["embedded"]):
+    for arguments in ([], ["run"], ["start"], ["setup"], ["runs"], ["runs", "show"], ["embedded"], ["check-schema"]):
         done = pgflow(*arguments, "--help")
         assert done.returncode == 0
         assert "Usage:" in done.stdout
