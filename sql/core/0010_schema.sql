@@ -5,7 +5,9 @@
 create schema pgflow;
 create schema if not exists pgflow_otp;
 revoke all on schema pgflow from public;
-revoke all on schema pgflow_otp from public;
+-- The core's functions run with their caller's rights and call private ones here: whoever is granted pgflow has to
+-- reach them. They can do nothing that the caller could not.
+grant usage on schema pgflow_otp to public;
 
 -- On Supabase realtime.send broadcasts to browsers. Elsewhere a function that does nothing stands in for it,
 -- and an existing one is never replaced.

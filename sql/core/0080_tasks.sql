@@ -50,8 +50,9 @@ begin
       and t.status = 'queued'
       and r.status = 'started'
       and ss.status = 'started'
+    -- Whoever holds a task is about to change it: waiting for it here, with others already locked, could deadlock.
     order by t.run_id, t.step_slug, t.task_index
-    for update of t
+    for update of t skip locked
   ), claimed as (
     update pgflow.step_tasks t
     set status = 'started',
@@ -244,7 +245,7 @@ begin
   end if;
 
   update pgflow.step_tasks t
-  set status = 'completed', completed_at = now(), output = complete_task.output
+  set status = 'completed', completed_at = greatest(now(), t.started_at), output = complete_task.output
   where t.run_id = complete_task.run_id and t.step_slug = complete_task.step_slug
     and t.task_index = complete_task.task_index and t.status = 'started'
   returning * into v_task;
@@ -351,30 +352,37 @@ begin
   join pgflow.flows f on f.flow_slug = st.flow_slug
   where st.flow_slug = v_run.flow_slug and st.step_slug = fail_task.step_slug;
 
+  -- The message of a task that recovery gave up on is archived already: it cannot be tried again.
   update pgflow.step_tasks t
-  set status = case when t.attempts_count < v_max_attempts then 'queued' else 'failed' end,
-      started_at = case when t.attempts_count < v_max_attempts then null else t.started_at end,
-      failed_at = case when t.attempts_count < v_max_attempts then null else now() end,
+  set status = case when a.is_left then 'queued' else 'failed' end,
+      started_at = case when a.is_left then null else t.started_at end,
+      failed_at = case when a.is_left then null else greatest(now(), t.started_at) end,
       error_message = fail_task.error_message
+  from (
+    select s.attempts_count < v_max_attempts and s.permanently_stalled_at is null as is_left
+    from pgflow.step_tasks s
+    where s.run_id = fail_task.run_id and s.step_slug = fail_task.step_slug and s.task_index = fail_task.task_index
+    for update
+  ) a
   where t.run_id = fail_task.run_id and t.step_slug = fail_task.step_slug
     and t.task_index = fail_task.task_index and t.status = 'started'
-  returning * into v_task;
+  returning t.* into v_task;
 
   if found and v_task.status = 'failed' then
     if v_when_exhausted = 'fail' then
       update pgflow.step_states ss
-      set status = 'failed', failed_at = now(), error_message = fail_task.error_message
+      set status = 'failed', failed_at = v_task.failed_at, error_message = fail_task.error_message
       where ss.run_id = fail_task.run_id and ss.step_slug = fail_task.step_slug;
-      update pgflow.runs r set status = 'failed', failed_at = now() where r.run_id = fail_task.run_id;
+      update pgflow.runs r set status = 'failed', failed_at = v_task.failed_at where r.run_id = fail_task.run_id;
       perform realtime.send(
         jsonb_build_object(
           'event_type', 'step:failed', 'run_id', v_run.run_id, 'step_slug', v_state.step_slug,
-          'status', 'failed', 'error_message', fail_task.error_message, 'failed_at', now()),
+          'status', 'failed', 'error_message', fail_task.error_message, 'failed_at', v_task.failed_at),
         'step:' || v_state.step_slug || ':failed', 'pgflow:run:' || v_run.run_id, false);
       perform realtime.send(
         jsonb_build_object(
           'event_type', 'run:failed', 'run_id', v_run.run_id, 'flow_slug', v_run.flow_slug,
-          'status', 'failed', 'error_message', fail_task.error_message, 'failed_at', now()),
+          'status', 'failed', 'error_message', fail_task.error_message, 'failed_at', v_task.failed_at),
         'run:failed', 'pgflow:run:' || v_run.run_id, false);
       perform pgflow_otp._end_open_tasks(v_run.run_id, null, 'cancelled');
     else

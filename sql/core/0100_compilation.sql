@@ -103,7 +103,7 @@ begin
     union
     select f.flow_slug from pgflow.flows f where f.queue_mode = 'flow' and lower(f.flow_slug) = p_queue_name
   ) o
-  where o.flow_slug <> p_flow_slug
+  where lower(o.flow_slug) <> lower(p_flow_slug)
   order by o.flow_slug
   limit 1;
   if found then
@@ -200,9 +200,9 @@ begin
         || format('%s type differs ''%s'' vs ''%s''', v_at, v_a ->> 'stepType', v_b ->> 'stepType');
     end if;
     select string_agg(d.slug, ', ' order by d.slug) into v_deps_a
-    from jsonb_array_elements_text(v_a -> 'dependencies') as d(slug);
+    from (select distinct e.slug from jsonb_array_elements_text(v_a -> 'dependencies') as e(slug)) d;
     select string_agg(d.slug, ', ' order by d.slug) into v_deps_b
-    from jsonb_array_elements_text(v_b -> 'dependencies') as d(slug);
+    from (select distinct e.slug from jsonb_array_elements_text(v_b -> 'dependencies') as e(slug)) d;
     if v_deps_a is distinct from v_deps_b then
       v_differences := v_differences
         || format('%s dependencies differ [%s] vs [%s]', v_at, coalesce(v_deps_a, ''), coalesce(v_deps_b, ''));
@@ -288,7 +288,8 @@ begin
     v_deps := array(
       select d.slug
       from jsonb_array_elements_text(coalesce(v_step.dependencies, '[]')) with ordinality as d(slug, place)
-      order by d.place);
+      group by d.slug
+      order by min(d.place));
     if p_queue_mode = 'step' then
       if v_step.step_type = 'map' and cardinality(v_deps) > 1 then
         raise exception 'Map step "%" can have at most one dependency, but % were provided: %',
@@ -300,13 +301,13 @@ begin
         required_input_pattern, forbidden_input_pattern, when_unmet, when_exhausted, queue_name)
       values (
         p_flow_slug, v_step.slug, v_step.step_type, v_step.step_index,
-        (select count(distinct d.slug) from unnest(v_deps) as d(slug)),
+        cardinality(v_deps),
         (v_step.options ->> 'maxAttempts')::int, (v_step.options ->> 'baseDelay')::int,
         (v_step.options ->> 'timeout')::int, (v_step.options ->> 'startDelay')::int,
         v_step.required, v_step.forbidden, v_step.when_unmet, v_step.when_exhausted,
         v_routes -> v_step.step_index ->> 'queueName');
       insert into pgflow.deps (flow_slug, dep_slug, step_slug)
-      select distinct p_flow_slug, d.slug, v_step.slug
+      select p_flow_slug, d.slug, v_step.slug
       from unnest(v_deps) as d(slug);
     else
       perform pgflow.add_step(
@@ -328,6 +329,13 @@ begin
   if not exists (select from pgflow.flows f where f.flow_slug = p_flow_slug) then
     return;
   end if;
+
+  -- Callbacks hold their run, claims their tasks, when they come to the queue's table.
+  perform from pgflow.runs r where r.flow_slug = p_flow_slug order by r.run_id for update;
+  perform from pgflow.step_tasks t
+  where t.flow_slug = p_flow_slug
+  order by t.run_id, t.step_slug, t.task_index
+  for update;
 
   for v_queue in
     select st.queue_name from pgflow.steps st where st.flow_slug = p_flow_slug

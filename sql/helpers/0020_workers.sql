@@ -2,7 +2,8 @@
 
 -- Read messages and claim their tasks in one trip. The worker's row is held FOR KEY SHARE and a stopped worker claims
 -- nothing: release_worker takes that row FOR UPDATE first, so that a claim which a killed worker left in flight cannot
--- slip in behind the release. Task rows are taken with SKIP LOCKED before any queue row is touched.
+-- slip in behind the release. Task rows are taken with SKIP LOCKED, so a claim waits for nobody; the message of a task
+-- that somebody holds is visible again at once.
 create function pgflow_otp.claim_tasks(
   p_flow_slug text, p_queue_name text, p_worker_id uuid, p_visibility int, p_quantity int
 ) returns table (
@@ -11,6 +12,7 @@ create function pgflow_otp.claim_tasks(
 )
 language plpgsql volatile set search_path to '' as $$
 declare
+  v_read_ids bigint[];
   v_message_ids bigint[];
 begin
   perform from pgflow.workers w
@@ -20,9 +22,9 @@ begin
     return;
   end if;
 
-  select array_agg(m.msg_id) into v_message_ids
-  from pgmq.read(queue_name => p_queue_name, vt => p_visibility, qty => p_quantity) m;
-  if v_message_ids is null then
+  select array_agg(m.msg_id) into v_read_ids
+  from pgmq.read(queue_name => p_queue_name, vt => p_visibility, qty => coalesce(p_quantity, 0)) m;
+  if v_read_ids is null then
     return;
   end if;
 
@@ -30,10 +32,23 @@ begin
   from (
     select t.message_id
     from pgflow.step_tasks t
-    where t.queue_name = p_queue_name and t.message_id = any (v_message_ids) and t.status = 'queued'
+    where t.queue_name = p_queue_name and t.message_id = any (v_read_ids) and t.status = 'queued'
     order by t.run_id, t.step_slug, t.task_index
     for update skip locked
   ) locked;
+
+  if coalesce(cardinality(v_message_ids), 0) < cardinality(v_read_ids) then
+    perform pgflow.set_vt_batch(p_queue_name, held.ids, array_fill(0, array[cardinality(held.ids)]))
+    from (
+      select array_agg(t.message_id) as ids
+      from pgflow.step_tasks t
+      where t.queue_name = p_queue_name
+        and t.message_id = any (v_read_ids)
+        and t.message_id <> all (coalesce(v_message_ids, '{}'))
+        and t.status = 'queued'
+    ) held
+    where held.ids is not null;
+  end if;
 
   -- This query's snapshot is older than what start_tasks does in it: started_at is written down again as it sets it.
   return query
@@ -103,7 +118,12 @@ begin
     return v_task.status;
   end if;
 
-  if p_outcome = 'completed' then
+  if v_task.permanently_stalled_at is not null and p_outcome in ('released', 'crashed') then
+    -- Its message is archived already: nobody could claim it again.
+    v_task.status := pgflow_otp._fail_for_good(
+      p_run_id, p_step_slug, p_task_index,
+      coalesce(p_error, format('Task stalled: no answer from its worker, requeued %s times', v_task.requeued_count)));
+  elsif p_outcome = 'completed' then
     select c.status into v_task.status from pgflow.complete_task(p_run_id, p_step_slug, p_task_index, p_output) c;
   elsif p_outcome = 'failed' then
     select c.status into v_task.status from pgflow.fail_task(p_run_id, p_step_slug, p_task_index, p_error) c;
@@ -188,7 +208,8 @@ begin
   loop
     if pgflow_otp._fail_for_good(
       v_task.run_id, v_task.step_slug, v_task.task_index,
-      format('The worker process crashed %s times while this task ran', v_task.requeued_count + 1)) = 'failed'
+      format('The worker process died while this task ran, for the %s. time that the task was lost or stalled',
+        v_task.requeued_count + 1)) = 'failed'
     then
       v_failed := v_failed + 1;
     end if;

@@ -58,34 +58,43 @@ declare
   v_runs uuid[];
   v_queue record;
 begin
-  delete from pgflow.workers w where w.last_heartbeat_at < v_cutoff;
-  get diagnostics deleted_workers = row_count;
-
+  -- Runs first, also those whose tasks only lose the reference to their worker.
+  perform from pgflow.runs r
+  where ((r.completed_at < v_cutoff or r.failed_at < v_cutoff) and (v_all or r.flow_slug = any (p_flow_slugs)))
+    or exists (
+      select from pgflow.step_tasks t
+      join pgflow.workers w on w.worker_id = t.last_worker_id
+      where t.run_id = r.run_id and w.last_heartbeat_at < v_cutoff
+    )
+  order by r.run_id
+  for update;
   v_runs := array(
     select r.run_id
     from pgflow.runs r
     where (r.completed_at < v_cutoff or r.failed_at < v_cutoff)
-      and (v_all or r.flow_slug = any (p_flow_slugs))
-    order by r.run_id
-    for update);
+      and (v_all or r.flow_slug = any (p_flow_slugs)));
 
+  select count(*) into deleted_step_tasks from pgflow.step_tasks t where t.run_id = any (v_runs);
   for v_queue in
-    select t.queue_name, array_agg(t.message_id) as ids
-    from pgflow.step_tasks t
-    where t.run_id = any (v_runs) and t.message_id is not null
-    group by t.queue_name
+    with gone as (
+      delete from pgflow.step_tasks t where t.run_id = any (v_runs)
+      returning t.queue_name, t.message_id
+    )
+    select g.queue_name, array_agg(g.message_id) as ids
+    from gone g
+    where g.message_id is not null
+    group by g.queue_name
   loop
     if to_regclass(format('pgmq.%I', pgmq.format_table_name(v_queue.queue_name, 'q'))) is not null then
       perform pgmq.delete(v_queue.queue_name, v_queue.ids);
     end if;
   end loop;
-
-  delete from pgflow.step_tasks t where t.run_id = any (v_runs);
-  get diagnostics deleted_step_tasks = row_count;
   delete from pgflow.step_states ss where ss.run_id = any (v_runs);
   get diagnostics deleted_step_states = row_count;
   delete from pgflow.runs r where r.run_id = any (v_runs);
   get diagnostics deleted_runs = row_count;
+  delete from pgflow.workers w where w.last_heartbeat_at < v_cutoff;
+  get diagnostics deleted_workers = row_count;
 
   for v_queue in
     select st.queue_name from pgflow.steps st where v_all or st.flow_slug = any (p_flow_slugs)

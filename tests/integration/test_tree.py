@@ -97,7 +97,9 @@ def test_a_task_that_kills_its_worker_every_time_fails_and_spares_the_tree(
         gate.wait_started(time_ + 1)
         os.kill(pid_of(tree, "worker:patient"), signal.SIGKILL)
     wait_for(lambda: tree.client.get_run(run_id).status == "failed", "the run to fail")
-    assert task(connection, run_id)["error_message"] == "The worker process crashed 3 times while this task ran"
+    assert task(connection, run_id)["error_message"] == (
+        "The worker process died while this task ran, for the 3. time that the task was lost or stalled"
+    )
     gate.open()
     assert tree.client.start_flow_sync("patient", {"do": "pid"}).status == "completed"
 

@@ -371,3 +371,113 @@ def test_a_dependency_named_twice_counts_once(connection: Connection) -> None:
     connection.execute("select pgflow.add_step('f', 'a')")
     row = connection.execute("select deps_count from pgflow.add_step('f', 'b', array['a', 'a'])").fetchone()
     assert row == (1,)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "released", "crashed"])
+def test_a_late_answer_for_a_task_that_was_given_up_does_not_leave_it_without_a_message(
+    connection: Connection, worker: uuid.UUID, run_id: uuid.UUID, outcome: str
+) -> None:
+    connection.execute("update pgflow.step_tasks set requeued_count = 3 where task_index = 0")
+    claim(connection, worker, 1)
+    age(connection, 1000)
+    connection.execute("select pgflow.requeue_stalled_tasks()")
+    row = task_row(connection)
+    assert row["permanently_stalled_at"] is not None
+    task = (run_id, "m", 0, 1, 3, row["started_at"])
+    assert settle(connection, worker, task, outcome, error="late") == "failed"
+    assert connection.execute("select status from pgflow.runs").fetchone() == ("failed",)
+
+
+def test_start_tasks_waits_for_nobody_either(
+    connection: Connection, worker: uuid.UUID, run_id: uuid.UUID, database: str
+) -> None:
+    query = "select task_index from pgflow.start_tasks('f', array(select msg_id from pgmq.q_f), %s, 'f') order by 1"
+    with psycopg.connect(database) as other:
+        other.execute("select from pgflow.step_tasks where task_index = 0 for update")
+        assert connection.execute(query, (worker,)).fetchall() == [(1,), (2,)]
+
+
+def test_the_message_of_a_task_that_somebody_holds_stays_visible(
+    connection: Connection, worker: uuid.UUID, run_id: uuid.UUID, database: str
+) -> None:
+    with psycopg.connect(database) as other:
+        other.execute("select from pgflow.step_tasks where task_index = 1 for update")
+        assert len(claim(connection, worker)) == 2
+    assert [c[2] for c in claim(connection, worker)] == [1]
+
+
+def test_rights_on_pgflow_pgmq_and_realtime_are_enough(connection: Connection, database: str) -> None:
+    role = f"pgflow_test_{uuid.uuid4().hex[:8]}"
+    connection.execute("select pgflow.create_flow('f')")
+    connection.execute("select pgflow.add_step('f', 's')")
+    statements = [f"create role {role} login"]
+    for name in ("pgflow", "pgmq", "realtime"):
+        statements += [
+            f"grant usage on schema {name} to {role}",
+            f"grant all on all tables in schema {name} to {role}",
+            f"grant all on all routines in schema {name} to {role}",
+        ]
+    for statement in statements:
+        connection.execute(statement.encode())
+    try:
+        connection.execute(f"set role {role}".encode())
+        run_id = start(connection, {})
+        worker = register(connection)
+        task = claim(connection, worker)[0]
+        assert settle(connection, worker, task, "completed", output=1) == "completed"
+        assert task[0] == run_id
+    finally:
+        connection.execute("reset role")
+        connection.execute(f"drop owned by {role}".encode())
+        connection.execute(f"drop role {role}".encode())
+
+
+@pytest.mark.parametrize("mode", ["flow", "step"])
+def test_a_shape_that_names_a_dependency_twice_is_verified_again(connection: Connection, mode: str) -> None:
+    none = {"defined": False}
+    common = {"whenUnmet": "skip", "whenExhausted": "fail", "requiredInputPattern": none, "forbiddenInputPattern": none}
+    shape = {
+        "steps": [
+            {"slug": "a", "stepType": "single", "dependencies": [], **common},
+            {"slug": "b", "stepType": "map", "dependencies": ["a", "a"], **common},
+        ]
+    }
+    for status in ("compiled", "verified"):
+        row = connection.execute(
+            "select pgflow.ensure_flow_compiled('g', %s, %s)", (json.dumps(shape), mode)
+        ).fetchone()
+        assert row
+        assert row[0]["status"] == status
+
+
+def test_deleting_a_flow_waits_for_a_callback_in_flight(
+    connection: Connection, worker: uuid.UUID, run_id: uuid.UUID, database: str
+) -> None:
+    task = claim(connection, worker, 1)[0]
+    with psycopg.connect(database) as callback:
+        callback.execute("select from pgflow.runs for update")
+        thread, results = in_thread(
+            database, lambda own: own.execute("select pgflow.delete_flow_and_data('f')").rowcount
+        )
+        wait_blocked(connection)
+        callback.execute("select pgflow.complete_task(%s, 'm', 0, '1')", (task[0],))
+        callback.commit()
+    thread.join()
+    assert results == [1]
+    assert connection.execute("select count(*) from pgflow.step_tasks").fetchone() == (0,)
+
+
+def test_pruning_waits_for_a_run_that_is_being_deleted(
+    connection: Connection, worker: uuid.UUID, run_id: uuid.UUID, database: str
+) -> None:
+    claim(connection, worker)
+    connection.execute("update pgflow.workers set last_heartbeat_at = now() - interval '2 days'")
+    with psycopg.connect(database) as other:
+        other.execute("select from pgflow.runs for update")
+        query = "select deleted_workers from pgflow.prune_data_older_than('1 day', null)"
+        thread, results = in_thread(database, lambda own: own.execute(query).fetchone())
+        wait_blocked(connection)
+        other.execute("select pgflow.delete_run(%s)", (run_id,))
+        other.commit()
+    thread.join()
+    assert results == [(1,)]
