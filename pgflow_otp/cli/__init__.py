@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 
@@ -36,8 +37,20 @@ for _command in (start, run, setup, check_schema, runs, embedded):
     cli.add_command(_command)
 
 
+def _open_standard_descriptors() -> None:
+    """Give a closed standard descriptor to /dev/null, before something else gets its number and is written to."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def main() -> None:
     """Entry point of the console script. A user's mistake ends in one line, never in a traceback."""
+    _open_standard_descriptors()
     try:
         status = cli(prog_name="pgflow-otp", standalone_mode=False)
     except click.ClickException as error:

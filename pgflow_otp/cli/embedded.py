@@ -26,8 +26,9 @@ def status() -> None:
 def stop() -> None:
     """Stop it, whoever uses it. The data stays."""
     server = EmbeddedServer()
+    was_running = server.is_running()
     server.stop()
-    click.echo(f"stopped; the data is in {server.data}")
+    click.echo(f"{'stopped' if was_running else 'it was not running'}; the data is in {server.data}")
 
 
 @embedded.command()

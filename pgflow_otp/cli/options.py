@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pgflow_otp.db.dsn import check_dsn, find_dsn
-from pgflow_otp.errors import PayloadError
-from pgflow_otp.flow.payload import decode
+from pgflow_otp.errors import ConfigurationError, PayloadError
+from pgflow_otp.flow.payload import decode, encode
 from pgflow_otp.runtime.handle import start_embedded
 from pgflow_otp.settings import LOG_LEVELS
 
@@ -66,6 +66,8 @@ def database(dsn: str | None) -> Iterator[str]:
 
 def resolve_database(dsn: str | None) -> tuple[str, EmbeddedServer | None]:
     """Return the DSN that holds here, and the embedded server, held, if it is the one."""
+    if dsn is not None and not dsn.strip():
+        raise ConfigurationError("--dsn is empty; give a connection string, or leave the option out")
     found = check_dsn(dsn, "--dsn") if dsn is not None else find_dsn()
     if found is not None:
         return found, None
@@ -88,6 +90,9 @@ def json_input(context: click.Context, parameter: click.Parameter, value: str) -
     else:
         raw, where = value.encode("utf-8", "surrogateescape"), repr(value)
     try:
-        return decode(raw)
+        value_read = decode(raw)
+        encode(value_read, "input")
     except PayloadError as error:
-        raise click.BadParameter(f"{where[:80]} is {error}") from None
+        text = str(error)
+        raise click.BadParameter(f"{where[:80]} is {text}" if text.startswith("not JSON") else text) from None
+    return value_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -16,6 +17,7 @@ from pgflow_otp.cli.progress import Progress
 from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import DatabaseUnavailable, TreeStartError
+from pgflow_otp.otp.exit_reason import signal_name
 from pgflow_otp.runtime.handle import Supervisor, import_path
 from pgflow_otp.runtime.inspection import FlowInfo, inspect_target
 from pgflow_otp.settings import Settings, settings_from
@@ -49,7 +51,8 @@ def run(context: click.Context, /, target: str, payload: Any, dsn: str | None, *
     stops the tree. Standard output holds the output and nothing else. When interrupted (exit 130), the run stays in the
     database and goes on at the next start of its flow.
     """
-    given["log_level"] = given.get("log_level") or "WARNING"
+    if "PGFLOW_LOG_LEVEL" not in os.environ:
+        given["log_level"] = given.get("log_level") or "WARNING"
     settings = settings_from(given)
     flow = _one_flow(target, settings)
     _stop_on_sigterm()
@@ -71,7 +74,7 @@ def _run(flow: FlowInfo, payload: Any, dsn: str, settings: Settings) -> int:
         [flow.target], dsn=dsn, stderr=subprocess.PIPE if live else None, **settings.as_json()
     )
     log = _forward_log(supervisor, console) if live else None
-    status = 1
+    status, run_id = 1, None
     try:
         supervisor.await_ready(settings.boot_timeout + _READY_MARGIN)
         run_id = supervisor.client.start_flow(flow.slug, payload)
@@ -80,7 +83,8 @@ def _run(flow: FlowInfo, payload: Any, dsn: str, settings: Settings) -> int:
         status = _show(ended)
     except KeyboardInterrupt as interrupt:
         status = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-        click.echo("interrupted: stopping; the run goes on at the next start of its flow", err=True)
+        more = "; the run goes on at the next start of its flow" if run_id else ""
+        click.echo(f"interrupted: stopping{more}", err=True)
     finally:
         _stop(supervisor)
         if log is not None:
@@ -100,12 +104,21 @@ def _follow(supervisor: Supervisor, run_id: Any, progress: Progress) -> Run:
                 pass  # The tree waits for the database, and so do we.
             ended = supervisor.join(timeout=_LOOK)
             if ended is not None:
-                raise TreeStartError(f"the tree ended with status {ended} before the run did; its log says why")
+                how = (
+                    f"was killed by {signal_name(-ended)}"
+                    if ended < 0
+                    else f"ended with status {ended}, its log says why"
+                )
+                raise TreeStartError(f"the tree {how}; the run goes on at the next start of its flow")
 
 
 def _show(ended: Run) -> int:
     if ended.status == "completed":
-        click.echo(json.dumps(ended.output, indent=2, ensure_ascii=False))
+        try:
+            click.echo(json.dumps(ended.output, indent=2, ensure_ascii=False))
+        except OSError as error:
+            click.echo(f"Error: the output could not be written: {error.strerror}", err=True)
+            return 1
         return 0
     failed = next((s for s in ended.steps if s.status == "failed"), None)
     where = f"step '{failed.step_slug}'" if failed else "a step"

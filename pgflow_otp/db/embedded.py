@@ -14,6 +14,7 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from contextlib import contextmanager
@@ -86,13 +87,18 @@ class EmbeddedServer:
             DatabaseUnavailable: it does not start. Names the log.
         """
         self._make_folders()
-        with self._guard():
-            if self._users is None:
-                self._users = os.open(self.root / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._users, fcntl.LOCK_SH)
-            if not self.is_running():
-                self._start()
-            self._create_database()
+        try:
+            # An interrupt in the middle would leave a server that nobody knows of: it is served after.
+            with _uninterrupted(), self._guard():
+                if self._users is None:
+                    self._users = os.open(self.root / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                    fcntl.flock(self._users, fcntl.LOCK_SH)
+                if not self.is_running():
+                    self._start()
+                self._create_database()
+        except BaseException:
+            self.release()
+            raise
         return self.dsn()
 
     def release(self) -> None:
@@ -173,7 +179,9 @@ class EmbeddedServer:
         }
         quoted = [f"{key} = '{value.replace(chr(39), chr(39) * 2)}'\n" for key, value in lines.items()]
         (self.data / "pgflow.conf").write_text("".join(quoted))
-        started = self._control("start", "-w", "-t", str(START_TIMEOUT), "-l", str(self.log_file))
+        # No TCP, whatever the configuration says: the server trusts everybody who reaches it.
+        options = ("-o", "-c listen_addresses=", "-w", "-t", str(START_TIMEOUT), "-l", str(self.log_file))
+        started = self._control("start", *options)
         if started.returncode != 0 and not self.is_running():
             raise DatabaseUnavailable(
                 f"the embedded PostgreSQL did not start: {_last_line(self.log_file) or started.stdout.strip()}; "
@@ -181,14 +189,16 @@ class EmbeddedServer:
             )
 
     def _initialise(self) -> None:
-        shutil.rmtree(self.data, ignore_errors=True)  # Left by an initdb that was killed.
-        done = self._run(
-            "initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8"
-        )
+        # Made beside its place and moved there when complete: a killed initdb leaves nothing that looks whole.
+        making = self.root / "data.new"
+        for left in (making, self.data):
+            shutil.rmtree(left, ignore_errors=True)
+        done = self._run("initdb", "-D", str(making), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8")
         if done.returncode != 0:
-            raise DatabaseUnavailable(f"initdb failed in {self.data}: {done.stdout.strip().splitlines()[-1:]}")
-        with (self.data / "postgresql.conf").open("a") as conf:
-            conf.write("\ninclude_if_exists = 'pgflow.conf'\n")
+            raise DatabaseUnavailable(f"initdb failed in {making}: {' '.join(done.stdout.strip().splitlines()[-1:])}")
+        with (making / "postgresql.conf").open("a") as conf:
+            conf.write("\ninclude = 'pgflow.conf'\n")
+        making.rename(self.data)
 
     def _create_database(self) -> None:
         with psycopg.connect(self.dsn("postgres"), autocommit=True) as connection:
@@ -217,6 +227,16 @@ class EmbeddedServer:
             )
             output.seek(0)
             return subprocess.CompletedProcess(done.args, done.returncode, output.read(), "")
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Launcher:
@@ -289,7 +309,7 @@ def _major_version(binaries: Path) -> str:
 def _user_data_home() -> Path:
     base = os.environ.get("XDG_DATA_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".local" / "share") / "pgflow-otp"
+        return (Path(base) if base and base.startswith("/") else Path.home() / ".local" / "share") / "pgflow-otp"
     except RuntimeError:
         raise ConfigurationError("this account has no home directory; set XDG_DATA_HOME, or give --dsn") from None
 

@@ -253,13 +253,15 @@ class Node:
                 child.state = "undefined"
                 child.unhandled_exit = None
         if alive:
+            half_started = [c for c in alive if c.state == "starting"]
             for child in alive:
                 child.state = "stopping"
             reasons: list[ExitReason] = yield Stop(alive)
             for child, reason in zip(alive, reasons, strict=True):
                 child.state = "undefined"
                 child.unhandled_exit = None
-                if not _is_clean_stop(child.spec, reason):
+                # One that had not acknowledged its start is killed by rule (28): nothing to report.
+                if not _is_clean_stop(child.spec, reason) and not (child in half_started and reason.kind == "killed"):
                     yield Report("shutdown_error", child, str(reason))
         for child in list(children):
             if child.spec.restart == "temporary":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import socket
@@ -94,6 +95,8 @@ class Supervisor:
             theirs.close()
         handle = cls(process, Channel(ours), found, tree_settings)
         handle._server = server
+        if server is not None:
+            atexit.register(handle.stop)  # Nobody else would stop the embedded server.
         return handle
 
     @property
@@ -204,6 +207,7 @@ class Supervisor:
         if self._client is not None:
             self._client.close()
         if self._server is not None:
+            atexit.unregister(self.stop)
             self._server.release()
         return self._process.returncode
 

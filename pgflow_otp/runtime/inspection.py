@@ -106,7 +106,8 @@ def _inspect(target: str, search_path: Sequence[str], write: int) -> int:
     while data:
         data = data[os.write(write, data) :]
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     os._exit(0)
 
 

@@ -127,6 +127,8 @@ def test_the_input_may_come_from_a_file_or_standard_input(
         (["run", "a b"], 78, "'a b' is not a flow target"),
         (["run", "examples.hostile", "--input", "{broken"], 2, "'{broken' is not JSON"),
         (["run", "examples.hostile", "--input", "@/nowhere.json"], 2, "cannot read /nowhere.json"),
+        (["run", "examples.hostile", "--input", "NaN"], 2, "input is nan, which JSON cannot hold"),
+        (["run", "examples.hostile", "--dsn", ""], 78, "--dsn is empty"),
         (["run", "examples.hostile", "--dsn", "postgresql://me:secret@127.0.0.1:1/x"], 69, "Connection refused"),
         (["run", "examples.hostile", "--dsn", "nonsense"], 78, "--dsn is not a connection string"),
         (["run", "examples.hostile", "--max-concurrency", "0"], 78, "'max_concurrency' is 0"),
@@ -355,3 +357,41 @@ def test_the_module_can_be_run_with_python(tmp_path: Path) -> None:
         [sys.executable, "-m", "pgflow_otp", "--version"], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("moment", ["data.new", "data/postmaster.pid"])
+def test_an_interrupt_while_the_embedded_server_starts_leaves_it_whole_and_stopped(
+    command: list[str], pgflow: Any, tmp_path: Path, moment: str
+) -> None:
+    running = start(command, tmp_path, "run", "flows.prints", "--input", "1", cwd=REPOSITORY / "tests")
+    wait_for(lambda: list((tmp_path / "data").glob(f"pgflow-otp/pg*/{moment}")), "the server to be under way")
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(60) == 130
+    assert "not running" in pgflow("embedded", "status").stdout
+    done = pgflow("run", "flows.prints", "--input", "2", cwd=REPOSITORY / "tests")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"talk": 2}), done.stderr
+
+
+def test_closed_standard_descriptors_are_no_trouble(command: list[str], database: str, tmp_path: Path) -> None:
+    shell = f"exec {' '.join(command)} run flows.prints --input 5 --dsn '{database}' --log-level info"
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        done = subprocess.run(
+            ["bash", "-c", f"{shell} {closed}"], cwd=REPOSITORY / "tests", capture_output=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, (closed, done.stderr)
+        assert b"Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_written_is_one_clear_line(command: list[str], database: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*command, "run", "flows.prints", "--input", "5", "--dsn", database],
+            cwd=REPOSITORY / "tests",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert b"the output could not be written: No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -16,7 +16,7 @@ ALLOWED = {
     "db": {"db", "errors"},
     "pool": {"pool", "otp", "flow", "db", "errors"},
     "runtime": {"runtime", "pool", "db", "flow", "otp", "errors", "settings", "log", "client"},
-    "cli": {"cli", "runtime", "client", "db", "flow", "errors", "settings"},
+    "cli": {"cli", "runtime", "client", "db", "flow", "otp", "errors", "settings"},
     "client": {"db", "flow", "errors"},
     "settings": {"errors"},
     "log": set(),
