@@ -103,7 +103,7 @@ def _run_child(
                 stream.flush()
             except (OSError, ValueError, AttributeError):
                 pass
-        os._exit(status)
+        os._exit(status if isinstance(status, int) and 0 <= status <= 255 else 1)
 
 
 def reset_signals() -> None:

@@ -25,8 +25,8 @@ class Performer(Protocol):
     def booted(self, runner: Runner) -> None: ...
     def exited(self, runner: Runner, reason: ExitReason) -> None: ...
     def report(self, runner: Runner, report: ops.Report) -> None: ...
-    def resume(self, runner: Runner, value: Any) -> None:
-        """Call `runner.advance(value)` soon, but not now: this may be in the middle of another operation."""
+    def resume(self, runner: Runner) -> None:
+        """Call `runner.advance()` soon, but not now: this may be in the middle of another operation."""
 
 
 class Runner:
@@ -53,6 +53,9 @@ class Runner:
         self._reply: Callable[[Any], None] | None = None
         self._waiting: ops.Start | ops.Stop | None = None
         self._reasons: dict[ops.Child, ExitReason] = {}
+        #: What the current operation is sent next, and whether it will be: several events may come at once.
+        self._value: Any = None
+        self._is_scheduled = False
 
     def enqueue(self, operation: ops.Operation, reply: Callable[[Any], None] | None = None) -> None:
         """Add an operation behind the waiting ones; `reply` gets its answer."""
@@ -63,10 +66,14 @@ class Runner:
             return
         self._queue.append((operation, reply))
         if self._current is None:
-            self._performer.resume(self, None)
+            self._schedule(None)
 
-    def advance(self, value: Any) -> None:
+    def advance(self) -> None:
         """Go on with the current operation, and with those after it, until one has to wait."""
+        self._is_scheduled = False
+        value, self._value = self._value, None
+        if self._waiting is not None:
+            return
         while not self.has_exited:
             if self._current is None:
                 if not self._queue:
@@ -105,14 +112,16 @@ class Runner:
         self._drop()
         self._waiting = None
         self._current = self.node.stop(reason)
-        self._performer.resume(self, None)
+        self._schedule(None)
 
     def child_started(self, child: ops.Child, outcome: ops.StartOutcome) -> bool:
         """Pass on what came of a start; False when nobody waits for it."""
         if not isinstance(self._waiting, ops.Start) or self._waiting.child is not child:
             return False
         self._waiting = None
-        self._performer.resume(self, outcome)
+        if not isinstance(outcome, ops.Started):
+            child.state = "undefined"  # A stop that comes before this is passed on has nothing to stop.
+        self._schedule(outcome)
         return True
 
     def child_stopped(self, child: ops.Child, reason: ExitReason) -> bool:
@@ -120,10 +129,11 @@ class Runner:
         if not isinstance(self._waiting, ops.Stop) or child not in self._waiting.children:
             return False
         self._reasons[child] = reason
+        child.state = "undefined"
         if len(self._reasons) == len(self._waiting.children):
             reasons = [self._reasons[c] for c in self._waiting.children]
             self._waiting = None
-            self._performer.resume(self, reasons)
+            self._schedule(reasons)
         return True
 
     def child_died(self, child: ops.Child, reason: ExitReason) -> None:
@@ -132,6 +142,12 @@ class Runner:
         child.unhandled_exit = reason
         if not self.node.is_stopping:
             self.enqueue(self.node.child_exited(child, child.incarnation))
+
+    def _schedule(self, value: Any) -> None:
+        self._value = value
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._performer.resume(self)
 
     def _perform(self, command: ops.Command) -> None:
         if isinstance(command, ops.Report):

@@ -55,7 +55,7 @@ class Supervisor:
         self._hooks = hooks or Hooks()
         self._loop = EventLoop(clock)
         self._root = Runner(ops.Node(spec, clock), (), None, self)
-        self._resumed: deque[tuple[Runner, Any]] = deque()
+        self._resumed: deque[Runner] = deque()
         self._processes: dict[ChildProcess, Runner] = {}
         self._lifeline = os.pipe()
         self._stop_requests = 0
@@ -70,8 +70,7 @@ class Supervisor:
         try:
             while self._result is None:
                 while self._resumed:
-                    runner, value = self._resumed.popleft()
-                    runner.advance(value)
+                    self._resumed.popleft().advance()
                 if self._result is None:
                     self._loop.turn()
         finally:
@@ -136,8 +135,8 @@ class Supervisor:
 
     # What the nodes decided
 
-    def resume(self, runner: Runner, value: Any) -> None:
-        self._resumed.append((runner, value))
+    def resume(self, runner: Runner) -> None:
+        self._resumed.append(runner)
 
     def start(self, runner: Runner, child: ops.Child) -> None:
         spec = child.spec
@@ -148,7 +147,7 @@ class Supervisor:
             return
         try:
             running = start_process(child, f"pgflow-otp: {spec.id} [{self.name}]", self._lifeline[0], self._clock())
-        except ForkError as error:
+        except (ForkError, OSError) as error:
             child.handle = None
             runner.child_started(child, ops.StartFailed(ExitReason("start_failed", info=str(error))))
             return

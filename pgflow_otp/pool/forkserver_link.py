@@ -127,7 +127,7 @@ class ForkserverLink:
             try:
                 await _join_idle_threads()
                 self.start()
-            except process.ForkError as error:
+            except (process.ForkError, OSError) as error:
                 delay = self._backoff
                 self._backoff = min(self._backoff * 2, LONGEST_BACKOFF)
                 logger.error(f"no forkserver: {error}; trying again in {delay:g} s")

@@ -106,6 +106,8 @@ class Slot:
             self._set_up("the attempt was ended before")
             return
         if self._is_dying:
+            if grace is not None:
+                self._kill_after(grace)
             return  # Its death is on the way already.
         self._cancel_timers()
         self._is_dying, self.is_up = True, False
@@ -265,8 +267,9 @@ class Slot:
         elif self._outcome is None or self._outcome.done() or self._decided is not None or self.task is None:
             return  # Too late: the attempt is over (128). The process is on its way out.
         elif message == "began":
-            self._cancel_timers()
-            self._after(self.task.timeout, self._timed_out, self.generation)
+            if not self._is_dying:  # Else the timers that wait for its end stay.
+                self._cancel_timers()
+                self._after(self.task.timeout, self._timed_out, self.generation)
         elif message == "flow_input":
             generation = self.generation
             self._owner.load_flow_input(self.task, lambda raw: self._answer(generation, raw))
@@ -280,7 +283,8 @@ class Slot:
         assert self._outcome is not None
         self._tasks_done += 1
         self._is_tainted = bool(header.get("last"))
-        self._cancel_timers()
+        if not self._is_dying:
+            self._cancel_timers()
         self._outcome.set_result(outcome)
 
     def _answer(self, generation: int, raw: bytes) -> None:
@@ -327,6 +331,8 @@ class Slot:
 
     def lost(self) -> None:
         """The forkserver is gone, and the process with it."""
+        if self._channel is not None and self._channel.is_open:
+            self._readable(self.generation)  # A result that arrived before counts.
         self.forget()
         if self._outcome is not None and not self._outcome.done():
             text = "The forkserver died repeatedly while this task ran"

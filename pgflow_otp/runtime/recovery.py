@@ -61,7 +61,8 @@ class Recovery:
                     await self._sweep()
                     next_sweep = loop.time() + self._settings.recovery_interval
                 backoff.reset()
-                wait = next_sweep - loop.time()
+                # Somebody sits on rows of a dead worker: soon again, and the sweeps go on.
+                wait = min(1.0, next_sweep - loop.time()) if self._to_release else next_sweep - loop.time()
             except (psycopg.Error, DatabaseUnavailable) as error:
                 logger.debug(f"recovery waits for the database: {' '.join(str(error).split())}")
                 await self._disconnect()
@@ -71,14 +72,10 @@ class Recovery:
         return 0
 
     async def _release_dead(self) -> None:
-        while self._to_release and not self._stopping:
-            worker_id = self._to_release[0]
-            done = await self._release(worker_id)
-            self._to_release.pop(0)
-            if done:
+        for worker_id in list(self._to_release):
+            if await self._release(worker_id):
+                self._to_release.remove(worker_id)
                 self._context.send("released", worker_id=str(worker_id))
-            else:
-                self._to_release.append(worker_id)  # Somebody sits on its rows: the others first.
 
     async def _release(self, worker_id: UUID) -> bool:
         """Hand back a worker's tasks; False when rows are held by others for longer than it is waited for."""

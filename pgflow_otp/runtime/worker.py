@@ -22,6 +22,7 @@ from pgflow_otp.db.connection import connect_async
 from pgflow_otp.errors import DatabaseUnavailable
 from pgflow_otp.flow.payload import storable
 from pgflow_otp.pool.forkserver import HandlerConfig
+from pgflow_otp.pool.outcome import Outcome
 from pgflow_otp.pool.pool import HandlerPool
 from pgflow_otp.runtime.backoff import Backoff
 from pgflow_otp.runtime.poll_timer import PollTimer
@@ -29,7 +30,6 @@ from pgflow_otp.runtime.poll_timer import PollTimer
 if TYPE_CHECKING:
     from pgflow_otp.db.tasks import ClaimedTask
     from pgflow_otp.otp.child import ChildContext
-    from pgflow_otp.pool.outcome import Outcome
     from pgflow_otp.settings import Settings
 
 #: Seconds a worker whose supervisor is dead may take to hand its tasks back.
@@ -85,7 +85,7 @@ class Worker:
         self._registered = False
         self._wake = asyncio.Event()
         self._draining = asyncio.Event()
-        self._hurrying = False
+        self._hurry_event = asyncio.Event()
         self._deprecated = False
         self._running: set[asyncio.Task[None]] = set()
         self._outcomes: list[tuple[ClaimedTask, Outcome]] = []
@@ -127,7 +127,9 @@ class Worker:
                 wait = await self._claim()
                 self._database_answers()
             except (psycopg.Error, DatabaseUnavailable) as error:
-                wait = await self._database_failed(error)
+                # Not _wait: what has come in and cannot be recorded must not make it return at once.
+                await self._pause(await self._database_failed(error), self._draining)
+                wait = 0.0
         boot.cancel()
 
     async def _wait(self, seconds: float) -> None:
@@ -139,6 +141,13 @@ class Worker:
             except TimeoutError:
                 pass
         self._wake.clear()
+
+    async def _pause(self, seconds: float, until: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await until.wait()
+        except TimeoutError:
+            pass
 
     async def _claim(self) -> float:
         """Claim as much as there is room for; return how long to wait before the next look."""
@@ -161,7 +170,12 @@ class Worker:
         return self._timer.found() if claimed else self._timer.empty()
 
     async def _run(self, task: ClaimedTask) -> None:
-        outcome = await self.pool.run(task)
+        try:
+            outcome = await self.pool.run(task)
+        except OSError as error:
+            # No descriptor is left, or the like: the engine's trouble, not the task's.
+            logger.error(f"a task could not be run: {error}", **_fields(task))
+            outcome = Outcome("released")
         self._outcomes.append((task, outcome))
         self._wake.set()
 
@@ -203,14 +217,14 @@ class Worker:
 
     async def _finish(self) -> None:
         """Let what runs finish within the drain time, hand the rest back, and leave."""
-        if (self._running or self._outcomes) and not self._hurrying:
+        if (self._running or self._outcomes) and not self._hurry_event.is_set():
             limit, running = self._settings.drain_timeout, len(self._running)
             logger.info(f"stopping: waiting up to {limit:g} s for {running} running task{'s' * (running != 1)}")
             self.pool.tell_drain()
             await self._settle_until_idle(limit)
         if self._running or self._outcomes:
-            self.pool.release_all(0.0 if self._hurrying else None)
-            await self._settle_until_idle(LAST_WILL if self._hurrying else self._settings.kill_grace + 2)
+            self.pool.release_all(0.0 if self._hurry_event.is_set() else None)
+            await self._settle_until_idle(LAST_WILL if self._hurry_event.is_set() else self._settings.kill_grace + 2)
         try:
             async with asyncio.timeout(LAST_WILL):
                 await self._settle()
@@ -227,7 +241,7 @@ class Worker:
                     try:
                         await self._settle()
                     except (psycopg.Error, DatabaseUnavailable) as error:
-                        await asyncio.sleep(await self._database_failed(error))
+                        await self._pause(await self._database_failed(error), self._hurry_event)
         except TimeoutError:
             pass
 
@@ -237,7 +251,7 @@ class Worker:
 
     def _hurry(self) -> None:
         """Nobody waits any more: what runs is killed and handed back at once."""
-        self._hurrying = True
+        self._hurry_event.set()
         self.pool.release_all(0.0)
         self._drain()
 

@@ -254,3 +254,33 @@ def test_many_crashes_leave_no_zombie_and_no_descriptor() -> None:
             tree.expect("answer")
         wait_for(lambda: descriptors() == before, "descriptors to be closed")
         tree.stop()
+
+
+def test_two_children_that_die_in_the_same_moment_both_come_back() -> None:
+    """Statement 69: the root is stopped, so that it sees both deaths at once."""
+    with Tree("one_for_one") as tree:
+        tree.expect("boot")
+        pids = tree.pids()
+        tree.process.send_signal(signal.SIGSTOP)
+        for child in "ab":
+            os.kill(pids[child], signal.SIGKILL)
+        tree.process.send_signal(signal.SIGCONT)
+        for child in "ab":
+            tree.expect("start", path=[child])
+        after = tree.which()
+        assert {after[c]["state"] for c in "abc"} == {"running"}
+        assert tree.stop() == 0
+        assert tree.order("exit")[-3:] == ["exit c", "exit b", "exit a"]
+
+
+def test_a_death_and_a_stop_in_the_same_moment_end_in_order() -> None:
+    """Statements 86, 87 and 186: as when a signal goes to the whole group."""
+    with Tree("rest_for_one") as tree:
+        tree.expect("boot")
+        pids = tree.pids()
+        tree.process.send_signal(signal.SIGSTOP)
+        os.kill(pids["b"], signal.SIGTERM)
+        tree.process.send_signal(signal.SIGTERM)
+        tree.process.send_signal(signal.SIGCONT)
+        assert tree.expect("ended")["status"] == 0
+        assert tree.order("start") == ["start a", "start b", "start c"]

@@ -207,12 +207,12 @@ class Recorder:
     """Carries out what runners decide by writing it down."""
 
     def __init__(self) -> None:
-        self.resumed: list[tuple[Runner, Any]] = []
+        self.resumed: list[Runner] = []
         self.trace: list[str] = []
         self.on_booted: Any = None
 
-    def resume(self, runner: Runner, value: Any) -> None:
-        self.resumed.append((runner, value))
+    def resume(self, runner: Runner) -> None:
+        self.resumed.append(runner)
 
     def start(self, runner: Runner, child: Child) -> None:
         self.trace.append(f"start {child.spec.id}")
@@ -234,8 +234,7 @@ class Recorder:
 
     def run(self) -> None:
         while self.resumed:
-            runner, value = self.resumed.pop(0)
-            runner.advance(value)
+            self.resumed.pop(0).advance()
 
 
 def test_a_stop_asked_for_in_the_middle_of_an_operation_is_carried_out_once() -> None:
@@ -259,8 +258,32 @@ def test_calls_that_wait_when_the_stop_comes_are_answered_once() -> None:
     answers: list[Any] = []
     runner.enqueue(runner.node.start_child(ChildSpec(id="a", start=start)), answers.append)
     runner.enqueue(runner.node.start_child(ChildSpec(id="b", start=start)), answers.append)
-    runner.advance(None)
+    runner.advance()
     runner.request_stop(ASKED)
     runner.enqueue(runner.node.start_child(ChildSpec(id="c", start=start)), answers.append)
     assert answers == [("error", "stopping")] * 3
     assert recorder.trace == ["booted", "start a"]
+
+
+def test_events_that_come_at_once_are_served_one_after_the_other() -> None:
+    """Statements 69 and 186: two deaths, and a stop, before the node has had its turn."""
+    recorder = Recorder()
+    specs = [ChildSpec(id=i, start=start) for i in "ab"]
+    flags = Flags(intensity=5)
+    runner = Runner(Node(SupervisorSpec(flags=flags, children=specs), lambda: 0.0), (), None, recorder)
+    runner.enqueue(runner.node.boot())
+    recorder.run()
+    recorder.trace.clear()
+    for name in "ab":
+        runner.child_died(find(runner.node, name), CRASH)
+    recorder.run()
+    restarts = ["child_terminated a", "start a", "progress a", "child_terminated b", "start b", "progress b"]
+    assert recorder.trace == restarts
+    assert [c.state for c in runner.node.children] == ["running", "running"]
+    recorder.trace.clear()
+    runner.child_died(find(runner.node, "a"), CRASH)
+    runner.request_stop(ASKED)
+    recorder.run()
+    runner.child_stopped(find(runner.node, "b"), ASKED)
+    recorder.run()
+    assert recorder.trace == ["stop b", "exit shutdown"]
