@@ -16,14 +16,6 @@ class RestartIntensity:
     def add(self, now: float) -> bool:
         """Note a restart at `now` (monotonic seconds). False: one too many, the supervisor has to give up."""
         self._restarts.append(now)
-        self._forget(now)
-        return len(self._restarts) <= self._intensity
-
-    def count(self, now: float) -> int:
-        """Return how many restarts are in the window."""
-        self._forget(now)
-        return len(self._restarts)
-
-    def _forget(self, now: float) -> None:
-        while self._restarts and self._restarts[0] < now - self._period:
+        while self._restarts[0] < now - self._period:
             self._restarts.popleft()
+        return len(self._restarts) <= self._intensity

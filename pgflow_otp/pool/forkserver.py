@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -30,18 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HandlerConfig:
-    """What a handler process has to know. Travels as JSON where it has to be spawned."""
+    """What a handler process has to know."""
 
     flow_slug: str
     target: str
     search_path: tuple[str, ...]
     dsn: str
     max_payload: int
-    log_level: str
     tree: str
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)

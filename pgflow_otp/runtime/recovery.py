@@ -15,6 +15,7 @@ from pgflow_otp.db import workers
 from pgflow_otp.db.connection import connect_async
 from pgflow_otp.errors import DatabaseUnavailable
 from pgflow_otp.runtime.backoff import Backoff
+from pgflow_otp.runtime.waiting import wait_event
 
 if TYPE_CHECKING:
     from pgflow_otp.otp.child import ChildContext
@@ -67,7 +68,8 @@ class Recovery:
                 logger.debug(f"recovery waits for the database: {' '.join(str(error).split())}")
                 await self._disconnect()
                 wait = backoff.next()
-            await self._wait(max(0.0, wait))
+            await wait_event(self._wake, max(0.0, wait))
+            self._wake.clear()
         await self._disconnect()
         return 0
 
@@ -118,14 +120,6 @@ class Recovery:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
-
-    async def _wait(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
 
     def _stop(self) -> None:
         self._stopping = True

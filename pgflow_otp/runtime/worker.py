@@ -26,6 +26,7 @@ from pgflow_otp.pool.outcome import Outcome
 from pgflow_otp.pool.pool import HandlerPool
 from pgflow_otp.runtime.backoff import Backoff
 from pgflow_otp.runtime.poll_timer import PollTimer
+from pgflow_otp.runtime.waiting import wait_event
 
 if TYPE_CHECKING:
     from pgflow_otp.db.tasks import ClaimedTask
@@ -77,7 +78,6 @@ class Worker:
             search_path=config.search_path,
             dsn=config.dsn,
             max_payload=int(self._settings.max_payload_mb * 1024 * 1024),
-            log_level=self._settings.log_level,
             tree=self._settings.name,
         )
         self.pool = HandlerPool(handler_config, self._settings, self._load_flow_input)
@@ -128,26 +128,15 @@ class Worker:
                 self._database_answers()
             except (psycopg.Error, DatabaseUnavailable) as error:
                 # Not _wait: what has come in and cannot be recorded must not make it return at once.
-                await self._pause(await self._database_failed(error), self._draining)
+                await wait_event(self._draining, await self._database_failed(error))
                 wait = 0.0
         boot.cancel()
 
     async def _wait(self, seconds: float) -> None:
         """Wait for a result, a wake-up, a free slot, the end, or so many seconds."""
         if not self._outcomes and not self._questions:
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await wait_event(self._wake, seconds)
         self._wake.clear()
-
-    async def _pause(self, seconds: float, until: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await until.wait()
-        except TimeoutError:
-            pass
 
     async def _claim(self) -> float:
         """Claim as much as there is room for; return how long to wait before the next look."""
@@ -241,7 +230,7 @@ class Worker:
                     try:
                         await self._settle()
                     except (psycopg.Error, DatabaseUnavailable) as error:
-                        await self._pause(await self._database_failed(error), self._hurry_event)
+                        await wait_event(self._hurry_event, await self._database_failed(error))
         except TimeoutError:
             pass
 
