@@ -54,6 +54,8 @@ class Slot:
         self._pidfd: int | None = None
         self._is_dying = False
         self._is_tainted = False
+        #: The attempt is this process's; else it waits for an earlier one to be gone, whose end is not its own.
+        self._is_given = False
         self._tasks_done = 0
         #: Becomes the reason why setting up the process failed, or None.
         self._up: asyncio.Future[str | None] | None = None
@@ -75,6 +77,7 @@ class Slot:
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._outcome = outcome
         self._decided = None
+        self._is_given = False
         if not self._is_dying:
             self._cancel_timers()
         try:
@@ -151,6 +154,7 @@ class Slot:
         self._after(self._settings.boot_timeout, self._setup_timed_out, self.generation)
 
     def _give(self, task: ClaimedTask) -> None:
+        self._is_given = True
         root = task.flow_input is not None
         payload = task.flow_input if root else task.input
         header = {
@@ -326,7 +330,9 @@ class Slot:
             self._readable(generation)  # A result that arrived before the death counts.
         self.forget()
         self._set_up(f"{error} while it was set up")
-        if self._outcome is not None and not self._outcome.done():
+        if self._outcome is None or self._outcome.done():
+            return
+        if self._is_given or self._decided is not None:
             self._outcome.set_result(self._decided or Outcome("failed", error=error))
 
     def lost(self) -> None:
