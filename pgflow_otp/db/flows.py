@@ -39,7 +39,7 @@ def start_flow(connection: Connection, slug: str, payload: bytes, run_id: UUID |
 
 def flow_exists(connection: Connection, slug: str) -> bool:
     """pgflow.flow_exists"""
-    return bool(_value(connection, "select pgflow.flow_exists(%s)", slug))
+    return bool(_value(connection, "select pgflow_otp.flow_exists(%s)", slug))
 
 
 def get_run(connection: Connection, run_id: UUID) -> dict[str, Any] | None:
@@ -55,7 +55,7 @@ def get_step_states(connection: Connection, run_id: UUID) -> list[dict[str, Any]
         select ss.*, st.step_type, p.total_tasks, p.completed_tasks, p.failed_tasks, p.queued_tasks, p.started_tasks
         from pgflow.step_states ss
         join pgflow.steps st on st.flow_slug = ss.flow_slug and st.step_slug = ss.step_slug
-        join pgflow.step_progress p on p.run_id = ss.run_id and p.step_slug = ss.step_slug
+        join pgflow_otp.step_progress p on p.run_id = ss.run_id and p.step_slug = ss.step_slug
         where ss.run_id = %s
         order by st.step_index
         """,

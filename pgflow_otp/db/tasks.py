@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from psycopg.rows import class_row
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-#: Seconds a message stays hidden between its reading and its claim (runtime-contract 3.3).
+#: Seconds a message that was read without a task to claim stays hidden (runtime-contract 3.3).
 READ_VISIBILITY = 5
 
 Verdict: TypeAlias = Literal["completed", "failed", "failed_for_good", "released", "crashed"]
@@ -41,13 +42,21 @@ class ClaimedTask:
 
 
 async def claim_tasks(
-    connection: psycopg.AsyncConnection[Any], flow_slug: str, queue_name: str, worker_id: UUID, quantity: int
+    connection: psycopg.AsyncConnection[Any],
+    flow_slug: str,
+    queue_name: str,
+    worker_id: UUID,
+    quantity: int,
+    kill_grace: float,
 ) -> list[ClaimedTask]:
-    """Read messages and claim their tasks in one round trip (pgflow_otp.claim_tasks)."""
+    """Read messages and claim their tasks in one round trip (pgflow_otp.claim_tasks).
+
+    The messages stay hidden for the step's timeout, `kill_grace` seconds and 2 more.
+    """
     async with connection.cursor(row_factory=class_row(ClaimedTask)) as cursor:
         await cursor.execute(
-            "select * from pgflow_otp.claim_tasks(%s, %s, %s, %s, %s)",
-            (flow_slug, queue_name, worker_id, READ_VISIBILITY, quantity),
+            "select * from pgflow_otp.claim_tasks(%s, %s, %s, %s, %s, %s)",
+            (flow_slug, queue_name, worker_id, READ_VISIBILITY, quantity, ceil(kill_grace)),
         )
         return await cursor.fetchall()
 
@@ -79,7 +88,7 @@ async def settle_task(
 
 
 async def get_flow_input(connection: psycopg.AsyncConnection[Any], run_id: UUID) -> bytes | None:
-    """Return the run's input as JSON (pgflow.get_flow_input)."""
-    cursor = await connection.execute("select pgflow.get_flow_input(%s)", (run_id,))
+    """Return the run's input as JSON (pgflow_otp.get_flow_input)."""
+    cursor = await connection.execute("select pgflow_otp.get_flow_input(%s)", (run_id,))
     row = await cursor.fetchone()
     return row[0] if row else None

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 async def register_worker(connection: Connection, worker_id: UUID, queue_name: str, function_name: str) -> None:
-    """pgflow.register_worker"""
-    await connection.execute("select pgflow.register_worker(%s, %s, %s)", (worker_id, queue_name, function_name))
+    """pgflow_otp.register_worker"""
+    await connection.execute("select pgflow_otp.register_worker(%s, %s, %s)", (worker_id, queue_name, function_name))
 
 
 async def heartbeat(connection: Connection, worker_id: UUID) -> bool:
@@ -46,14 +46,14 @@ async def silent_workers(connection: Connection, silence: float) -> list[UUID]:
 
 
 async def recover_stalled_tasks(connection: Connection, stale_threshold: float) -> int:
-    """Requeue overdue tasks; how many (pgflow.recover_stalled_tasks)."""
-    query = "select recovered_count from pgflow.recover_stalled_tasks(%s)"
+    """Requeue overdue tasks; how many (pgflow_otp.requeue_stalled)."""
+    query = "select requeued from pgflow_otp.requeue_stalled(%s)"
     return int(await _value(connection, query, stale_threshold) or 0)
 
 
 async def escalate_permanently_stalled(connection: Connection) -> int:
     """Fail the tasks recovery gave up on; how many. In a transaction of its own (runtime-contract 3.13)."""
-    return int(await _value(connection, "select pgflow.escalate_permanently_stalled()") or 0)
+    return int(await _value(connection, "select pgflow_otp.escalate_stalled()") or 0)
 
 
 async def _value(connection: Connection, query: str, *args: Any) -> Any:

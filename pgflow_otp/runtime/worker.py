@@ -146,7 +146,12 @@ class Worker:
         quantity = min(room, self._settings.batch_size)
         connection = await self._connect()
         claimed = await tasks.claim_tasks(
-            connection, self._config.slug, self._config.queue_name, self.worker_id, quantity
+            connection,
+            self._config.slug,
+            self._config.queue_name,
+            self.worker_id,
+            quantity,
+            self._settings.kill_grace,
         )
         for task in claimed:
             logger.debug("task started", **_fields(task))

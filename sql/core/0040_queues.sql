@@ -2,7 +2,7 @@
 -- time goes by the queue_name stored with a step or a task.
 
 -- The spelling under which pgmq lists a queue, which may be older than the lowercase rule.
-create function pgflow._listed_queue_name(p_queue_name text) returns text
+create or replace function pgflow._listed_queue_name(p_queue_name text) returns text
 language plpgsql stable set search_path to '' as $$
 declare
   v_spellings text[];
@@ -21,7 +21,7 @@ begin
 end
 $$;
 
-create function pgflow._archive_task_message(p_run_id uuid, p_step_slug text, p_task_index int) returns void
+create or replace function pgflow._archive_task_message(p_run_id uuid, p_step_slug text, p_task_index int) returns void
 language sql volatile set search_path to '' as $$
   select pgmq.archive(t.queue_name, t.message_id)
   from pgflow.step_tasks t
@@ -32,7 +32,7 @@ language sql volatile set search_path to '' as $$
 $$;
 
 -- Make messages visible so many seconds from now, each its own number, in one statement.
-create function pgflow.set_vt_batch(queue_name text, msg_ids bigint[], vt_offsets int[])
+create or replace function pgflow.set_vt_batch(queue_name text, msg_ids bigint[], vt_offsets int[])
 returns table (msg_id bigint, read_ct int, enqueued_at timestamptz, vt timestamptz, message jsonb, headers jsonb)
 language plpgsql volatile as $$
 begin
@@ -54,37 +54,3 @@ begin
 end
 $$;
 
--- End every open task of a run (or of some of its steps) and archive their messages, one call per queue.
--- Tasks before messages, and tasks in the order of their key: every path that locks several does so.
-create function pgflow_otp._end_open_tasks(p_run_id uuid, p_step_slugs text[], p_status text) returns void
-language plpgsql volatile set search_path to '' as $$
-declare
-  v_archived bigint;
-begin
-  with open as materialized (
-    select t.run_id, t.step_slug, t.task_index
-    from pgflow.step_tasks t
-    where t.run_id = p_run_id
-      and (p_step_slugs is null or t.step_slug = any (p_step_slugs))
-      and t.status in ('queued', 'started')
-    order by t.run_id, t.step_slug, t.task_index
-    for update
-  ), ended as (
-    update pgflow.step_tasks t
-    set status = p_status
-    from open o
-    where t.run_id = o.run_id and t.step_slug = o.step_slug and t.task_index = o.task_index
-      and t.status in ('queued', 'started')
-    returning t.queue_name, t.message_id
-  ), per_queue as (
-    select e.queue_name, array_agg(e.message_id) as message_ids
-    from ended e
-    where e.message_id is not null
-    group by e.queue_name
-  )
-  select count(a.msg_id)
-  into v_archived
-  from per_queue q
-  cross join lateral pgmq.archive(q.queue_name, q.message_ids) as a(msg_id);
-end
-$$;

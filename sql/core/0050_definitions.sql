@@ -1,6 +1,6 @@
 -- Declaring flows step by step.
 
-create function pgflow.create_flow(
+create or replace function pgflow.create_flow(
   flow_slug text, max_attempts int default null, base_delay int default null, timeout int default null
 ) returns pgflow.flows
 language plpgsql volatile set search_path to '' as $$
@@ -38,7 +38,7 @@ begin
 end
 $$;
 
-create function pgflow.add_step(
+create or replace function pgflow.add_step(
   flow_slug text,
   step_slug text,
   deps_slugs text[] default '{}',

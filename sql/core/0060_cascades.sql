@@ -1,39 +1,9 @@
 -- What follows by itself once a step has ended: conditions, skips, steps without tasks, the end of the run.
 -- All of it runs under the lock of the run's row, taken by the caller.
 
--- Steps that are ready, carry a condition, and do not meet it. A root step is judged by the run's input, any other by
--- the object of its completed dependencies (a skipped dependency is absent from it).
-create function pgflow_otp._unmet_conditions(p_run_id uuid)
-returns table (step_slug text, step_index int, when_unmet text)
-language sql stable set search_path to '' as $$
-  select st.step_slug, st.step_index, st.when_unmet
-  from pgflow.runs r
-  join pgflow.steps st on st.flow_slug = r.flow_slug
-  join pgflow.step_states ss on ss.run_id = r.run_id and ss.step_slug = st.step_slug
-  cross join lateral (
-    select case
-      when st.deps_count = 0 then r.input
-      else (
-        select coalesce(jsonb_object_agg(ds.step_slug, coalesce(ds.output, 'null'::jsonb)), '{}'::jsonb)
-        from pgflow.deps d
-        join pgflow.step_states ds on ds.run_id = r.run_id and ds.step_slug = d.dep_slug
-        where d.flow_slug = st.flow_slug and d.step_slug = st.step_slug and ds.status = 'completed'
-      )
-    end as input
-  ) subject
-  where r.run_id = p_run_id
-    and (st.required_input_pattern is not null or st.forbidden_input_pattern is not null)
-    and ss.status = 'created'
-    and ss.remaining_deps = 0
-    and not (
-      (st.required_input_pattern is null or subject.input @> st.required_input_pattern)
-      and (st.forbidden_input_pattern is null or not subject.input @> st.forbidden_input_pattern)
-    )
-$$;
-
 -- Skip a step and everything that depends on it. Parents are skipped and announced before their children: a step can
 -- only depend on steps declared before it, so the order of definition is such an order.
-create function pgflow._cascade_force_skip_steps(run_id uuid, step_slug text, skip_reason text) returns int
+create or replace function pgflow._cascade_force_skip_steps(run_id uuid, step_slug text, skip_reason text) returns int
 language plpgsql volatile as $$
 declare
   v_flow_slug text;
@@ -101,7 +71,7 @@ end
 $$;
 
 -- Judge the conditions of all ready steps. False when the run is failed, or fails because of one.
-create function pgflow.cascade_resolve_conditions(run_id uuid) returns boolean
+create or replace function pgflow.cascade_resolve_conditions(run_id uuid) returns boolean
 language plpgsql volatile set search_path to '' as $$
 declare
   v_run pgflow.runs;
@@ -185,25 +155,9 @@ begin
 end
 $$;
 
--- A skipped step satisfies its children; a map of nothing but a skipped step has no items.
-create function pgflow_otp._release_children_of_skipped(p_run_id uuid, p_flow_slug text, p_skipped text[]) returns void
-language sql volatile set search_path to '' as $$
-  update pgflow.step_states cs
-  set remaining_deps = cs.remaining_deps - c.parents,
-      initial_tasks = case when c.step_type = 'map' and c.deps_count = 1 then 0 else cs.initial_tasks end
-  from (
-    select d.step_slug, count(*)::int as parents, st.step_type, st.deps_count
-    from pgflow.deps d
-    join pgflow.steps st on st.flow_slug = d.flow_slug and st.step_slug = d.step_slug
-    where d.flow_slug = p_flow_slug and d.dep_slug = any (p_skipped)
-    group by d.step_slug, st.step_type, st.deps_count
-  ) c
-  where cs.run_id = p_run_id and cs.step_slug = c.step_slug
-$$;
-
 -- Complete the ready steps that have nothing to do, and what becomes ready and empty by that.
 -- A step whose condition is unmet is left for cascade_resolve_conditions.
-create function pgflow.cascade_complete_taskless_steps(run_id uuid) returns int
+create or replace function pgflow.cascade_complete_taskless_steps(run_id uuid) returns int
 language plpgsql volatile as $$
 declare
   v_flow_slug text;
@@ -278,99 +232,50 @@ begin
 end
 $$;
 
--- Conditions and taskless steps in turn until neither has anything left to say: a step that becomes ready because a
--- taskless one completed is judged too. False when the run failed.
-create function pgflow_otp._settle_cascades(p_run_id uuid) returns boolean
+create or replace function pgflow.maybe_complete_run(run_id uuid) returns void
 language plpgsql volatile set search_path to '' as $$
-begin
-  loop
-    if not pgflow.cascade_resolve_conditions(p_run_id) then
-      return false;
-    end if;
-    exit when pgflow.cascade_complete_taskless_steps(p_run_id) = 0;
-  end loop;
-  return true;
-end
-$$;
-
-create function pgflow.maybe_complete_run(run_id uuid) returns void
-language plpgsql volatile set search_path to '' as $$
-declare
-  v_run pgflow.runs;
 begin
   update pgflow.runs r
-  set status = 'completed',
-      completed_at = now(),
-      output = (
-        select jsonb_object_agg(ss.step_slug, ss.output)
-        from pgflow.step_states ss
-        where ss.run_id = r.run_id
-          and ss.status = 'completed'
-          and not exists (
-            select from pgflow.deps d where d.flow_slug = ss.flow_slug and d.dep_slug = ss.step_slug
-          )
-      )
+  set status = 'completed', completed_at = now(), output = pgflow_otp._run_output(r.run_id, r.flow_slug)
   where r.run_id = maybe_complete_run.run_id
     and r.remaining_steps = 0
-    and r.status <> 'completed'
-  returning * into v_run;
+    and r.status <> 'completed';
   if found then
-    perform realtime.send(
-      jsonb_build_object(
-        'event_type', 'run:completed', 'run_id', v_run.run_id, 'flow_slug', v_run.flow_slug,
-        'status', 'completed', 'output', v_run.output, 'completed_at', v_run.completed_at),
-      'run:completed', 'pgflow:run:' || v_run.run_id, false);
+    perform pgflow_otp._announce_end(maybe_complete_run.run_id);
   end if;
 end
 $$;
 
--- Start every step whose dependencies are settled and that has tasks: one message per task, sent in one batch.
-create function pgflow.start_ready_steps(run_id uuid) returns void
+-- Start every step whose dependencies are settled and that has tasks. Conditions are not looked at here.
+create or replace function pgflow.start_ready_steps(run_id uuid) returns void
 language plpgsql volatile set search_path to '' as $$
 declare
-  v_ready record;
+  v_run_ids uuid[];
+  v_step_slugs text[];
 begin
-  if exists (
-    select from pgflow.runs r
-    where r.run_id = start_ready_steps.run_id and r.status in ('failed', 'completed')
-  ) then
-    return;
-  end if;
-
-  for v_ready in
-    select ss.flow_slug, ss.step_slug, ss.initial_tasks, st.queue_name, coalesce(st.opt_start_delay, 0) as delay
-    from pgflow.step_states ss
-    join pgflow.steps st on st.flow_slug = ss.flow_slug and st.step_slug = ss.step_slug
-    where ss.run_id = start_ready_steps.run_id
+  with ready as materialized (
+    select ss.step_slug
+    from pgflow.runs r
+    join pgflow.step_states ss on ss.run_id = r.run_id
+    where r.run_id = start_ready_steps.run_id
+      and r.status not in ('failed', 'completed')
       and ss.status = 'created'
       and ss.remaining_deps = 0
       and ss.initial_tasks > 0
     order by ss.step_slug
     for update of ss
-  loop
+  ), started as (
     update pgflow.step_states ss
     set status = 'started', started_at = now(), remaining_tasks = ss.initial_tasks
-    where ss.run_id = start_ready_steps.run_id and ss.step_slug = v_ready.step_slug;
-
-    perform realtime.send(
-      jsonb_build_object(
-        'event_type', 'step:started', 'run_id', start_ready_steps.run_id, 'step_slug', v_ready.step_slug,
-        'status', 'started', 'started_at', now(), 'remaining_tasks', v_ready.initial_tasks, 'remaining_deps', 0),
-      'step:' || v_ready.step_slug || ':started', 'pgflow:run:' || start_ready_steps.run_id, false);
-
-    insert into pgflow.step_tasks (flow_slug, run_id, step_slug, task_index, message_id, queue_name)
-    select v_ready.flow_slug, start_ready_steps.run_id, v_ready.step_slug, sent.n - 1, sent.msg_id, v_ready.queue_name
-    from pgmq.send_batch(
-      v_ready.queue_name,
-      array(
-        select jsonb_build_object(
-          'flow_slug', v_ready.flow_slug, 'run_id', start_ready_steps.run_id,
-          'step_slug', v_ready.step_slug, 'task_index', i.task_index)
-        from generate_series(0, v_ready.initial_tasks - 1) as i(task_index)
-        order by i.task_index
-      ),
-      v_ready.delay
-    ) with ordinality as sent(msg_id, n);
-  end loop;
+    from ready
+    where ss.run_id = start_ready_steps.run_id and ss.step_slug = ready.step_slug
+    returning ss.run_id, ss.step_slug
+  )
+  select array_agg(s.run_id order by s.step_slug), array_agg(s.step_slug order by s.step_slug)
+  into v_run_ids, v_step_slugs
+  from started s;
+  if v_run_ids is not null then
+    perform pgflow_otp._send_tasks(v_run_ids, v_step_slugs);
+  end if;
 end
 $$;

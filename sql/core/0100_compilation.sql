@@ -1,7 +1,7 @@
 -- Registering whole flows: routes, shapes, comparison, creation, deletion.
 
 -- The queue of one step of a flow with per-step queues. Readable if it fits, else by index; never cut, never hashed.
-create function pgflow._resolve_step_queue_name(p_flow_slug text, p_step_slug text, p_step_index int) returns text
+create or replace function pgflow._resolve_step_queue_name(p_flow_slug text, p_step_slug text, p_step_index int) returns text
 language plpgsql immutable set search_path to '' as $$
 declare
   v_readable constant text := lower(p_flow_slug || '__' || p_step_slug);
@@ -30,7 +30,7 @@ begin
 end
 $$;
 
-create function pgflow._derive_queue_routes(p_flow_slug text, p_shape jsonb, p_queue_mode text) returns jsonb
+create or replace function pgflow._derive_queue_routes(p_flow_slug text, p_shape jsonb, p_queue_mode text) returns jsonb
 language plpgsql volatile set search_path to '' as $$
 declare
   v_routes jsonb := '[]';
@@ -90,7 +90,7 @@ end
 $$;
 
 -- True: the caller has to create the queue. False: it exists and is this flow's own.
-create function pgflow._assert_step_queue_available(p_flow_slug text, p_queue_name text) returns boolean
+create or replace function pgflow._assert_step_queue_available(p_flow_slug text, p_queue_name text) returns boolean
 language plpgsql volatile set search_path to '' as $$
 declare
   v_other text;
@@ -135,7 +135,7 @@ begin
 end
 $$;
 
-create function pgflow._get_flow_shape(p_flow_slug text) returns jsonb
+create or replace function pgflow._get_flow_shape(p_flow_slug text) returns jsonb
 language sql stable set search_path to '' as $$
   select jsonb_build_object('steps', coalesce(jsonb_agg(
     jsonb_build_object(
@@ -161,7 +161,7 @@ language sql stable set search_path to '' as $$
   where st.flow_slug = p_flow_slug
 $$;
 
-create function pgflow._compare_flow_shapes(p_local jsonb, p_db jsonb) returns text[]
+create or replace function pgflow._compare_flow_shapes(p_local jsonb, p_db jsonb) returns text[]
 language plpgsql stable set search_path to '' as $$
 declare
   v_differences text[] := '{}';
@@ -231,7 +231,7 @@ begin
 end
 $$;
 
-create function pgflow._create_flow_from_shape(p_flow_slug text, p_shape jsonb, p_queue_mode text default 'flow')
+create or replace function pgflow._create_flow_from_shape(p_flow_slug text, p_shape jsonb, p_queue_mode text default 'flow')
 returns void
 language plpgsql volatile set search_path to '' as $$
 declare
@@ -320,7 +320,7 @@ begin
 end
 $$;
 
-create function pgflow.delete_flow_and_data(p_flow_slug text) returns void
+create or replace function pgflow.delete_flow_and_data(p_flow_slug text) returns void
 language plpgsql volatile set search_path to '' as $$
 declare
   v_queue text;
@@ -345,6 +345,7 @@ begin
     perform pgmq.drop_queue(pgflow._listed_queue_name(v_queue));
   end loop;
 
+  perform pgflow_otp._drop_items(r.run_id, null) from pgflow.runs r where r.flow_slug = p_flow_slug;
   delete from pgflow.step_tasks t where t.flow_slug = p_flow_slug;
   delete from pgflow.step_states ss where ss.flow_slug = p_flow_slug;
   delete from pgflow.runs r where r.flow_slug = p_flow_slug;
@@ -356,7 +357,7 @@ $$;
 
 -- Register a flow, or verify that what is stored is the same. A different shape is never changed in place: it is
 -- refused with the differences, or on a local Supabase replaced together with its runs.
-create function pgflow.ensure_flow_compiled(flow_slug text, shape jsonb, queue_mode text, route_map jsonb default null)
+create or replace function pgflow.ensure_flow_compiled(flow_slug text, shape jsonb, queue_mode text, route_map jsonb default null)
 returns jsonb
 language plpgsql volatile set search_path to '' as $$
 declare
@@ -433,7 +434,7 @@ begin
 end
 $$;
 
-create function pgflow.ensure_flow_compiled(flow_slug text, shape jsonb) returns jsonb
+create or replace function pgflow.ensure_flow_compiled(flow_slug text, shape jsonb) returns jsonb
 language sql volatile set search_path to '' as $$
   select pgflow.ensure_flow_compiled(
     ensure_flow_compiled.flow_slug, ensure_flow_compiled.shape, 'flow'::text, null::jsonb)

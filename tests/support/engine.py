@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from psycopg.types.json import Jsonb
 from support.processes import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    Item = tuple[dict[str, Any], str, Any]
 
 #: For an output: SQL NULL, where None is the JSON null.
 NOTHING: Any = object()
@@ -98,6 +101,44 @@ class Engine:
 
     def fail(self, run: uuid.UUID, step: str, index: int = 0, error: str = "no luck") -> list[dict[str, Any]]:
         return self.rows("select * from pgflow.fail_task(%s, %s, %s, %s)", run, step, index, error)
+
+    def own_claim(
+        self, worker: uuid.UUID, flow: str = "f", quantity: int = 1_000, **named: Any
+    ) -> list[dict[str, Any]]:
+        """pgflow_otp.claim_tasks"""
+        more = "".join(f", {name} => %s" for name in named)
+        query = f"select * from pgflow_otp.claim_tasks(%s, %s, %s, 5, %s{more}) order by run_id, step_slug, task_index"
+        return self.rows(query, flow, flow.lower(), worker, quantity, *named.values())
+
+    def settle(self, worker: uuid.UUID, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """pgflow_otp.settle_tasks; each item a claimed task, its outcome, and its output or error."""
+        return self.rows(
+            "select * from pgflow_otp.settle_tasks(%s, %s, %s, %s, %s, %s, %s, %s)",
+            worker,
+            [task["run_id"] for task, _, _ in items],
+            [task["step_slug"] for task, _, _ in items],
+            [task["task_index"] for task, _, _ in items],
+            [task["started_at"] for task, _, _ in items],
+            [outcome for _, outcome, _ in items],
+            [None if outcome != "completed" or said is NOTHING else json.dumps(said) for _, outcome, said in items],
+            [None if outcome == "completed" else said for _, outcome, said in items],
+        )
+
+    def settle_one(self, worker: uuid.UUID, item: Item) -> str:
+        """pgflow_otp.settle_task"""
+        task, outcome, said = item
+        status: str = self.value(
+            "select pgflow_otp.settle_task(%s, %s, %s, %s, %s, %s, %s, %s)",
+            task["run_id"],
+            task["step_slug"],
+            task["task_index"],
+            worker,
+            task["started_at"],
+            outcome,
+            as_json(said) if outcome == "completed" else None,
+            None if outcome == "completed" else said,
+        )
+        return status
 
     # What is stored
 

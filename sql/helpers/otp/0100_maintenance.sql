@@ -1,7 +1,7 @@
 -- Removing what is no longer wanted, always by the queues stored with the tasks.
 
 -- Delete one run with its exact messages, live and archived. False when there is no such run.
-create function pgflow.delete_run(p_run_id uuid) returns boolean
+create or replace function pgflow_otp.delete_run(p_run_id uuid) returns boolean
 language plpgsql volatile set search_path to '' as $$
 declare
   v_queue record;
@@ -26,13 +26,14 @@ begin
       v_queue.names[i], array(select e.id::bigint from jsonb_array_elements_text(v_queue.ids[i]) as e(id)));
   end loop;
 
+  perform pgflow_otp._drop_items(p_run_id, null);
   delete from pgflow.step_states ss where ss.run_id = p_run_id;
   delete from pgflow.runs r where r.run_id = p_run_id;
   return true;
 end
 $$;
 
-create function pgflow_otp._delete_messages(p_queue_name text, p_message_ids bigint[]) returns void
+create or replace function pgflow_otp._delete_messages(p_queue_name text, p_message_ids bigint[]) returns void
 language plpgsql volatile set search_path to '' as $$
 declare
   v_table text;
@@ -49,7 +50,7 @@ $$;
 
 -- Remove finished runs, silent workers and archived messages older than the interval; of some flows, or of all when
 -- the list is NULL or empty. Workers are not filtered by flow.
-create function pgflow.prune_data_older_than(p_retention_interval interval, p_flow_slugs text[])
+create or replace function pgflow_otp.prune(p_retention_interval interval, p_flow_slugs text[])
 returns table (deleted_runs bigint, deleted_step_states bigint, deleted_step_tasks bigint, deleted_workers bigint)
 language plpgsql volatile set search_path to '' as $$
 declare
@@ -89,6 +90,7 @@ begin
       perform pgmq.delete(v_queue.queue_name, v_queue.ids);
     end if;
   end loop;
+  perform pgflow_otp._drop_items(u.run_id, null) from unnest(v_runs) as u(run_id);
   delete from pgflow.step_states ss where ss.run_id = any (v_runs);
   get diagnostics deleted_step_states = row_count;
   delete from pgflow.runs r where r.run_id = any (v_runs);
@@ -100,7 +102,7 @@ begin
     select st.queue_name from pgflow.steps st where v_all or st.flow_slug = any (p_flow_slugs)
     union
     select lower(f.flow_slug) from pgflow.flows f
-    where f.queue_mode = 'flow' and (v_all or f.flow_slug = any (p_flow_slugs))
+    where to_jsonb(f) ->> 'queue_mode' is distinct from 'step' and (v_all or f.flow_slug = any (p_flow_slugs))
   loop
     if to_regclass(format('pgmq.%I', pgmq.format_table_name(v_queue.queue_name, 'a'))) is not null then
       execute format(

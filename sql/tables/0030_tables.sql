@@ -1,5 +1,6 @@
 -- Definitions, runs and workers. States are text with a CHECK: other runtimes read them as such, and compare
--- constraint names, so none of them may be renamed.
+-- constraint names, so none of them may be renamed. The checks are put as briefly as they can be (a comparison with NULL
+-- passes): all of a table's are read again by each statement that writes to it, and that is most of what it costs.
 
 create type pgflow.step_task_record as (
   flow_slug text,
@@ -125,9 +126,9 @@ create table pgflow.runs (
   constraint runs_flow_slug_fkey foreign key (flow_slug) references pgflow.flows (flow_slug),
   constraint status_is_valid check (status in ('started', 'failed', 'completed')),
   constraint runs_remaining_steps_check check (remaining_steps >= 0),
-  constraint completed_at_or_failed_at check (not (completed_at is not null and failed_at is not null)),
-  constraint completed_at_is_after_started_at check (completed_at is null or completed_at >= started_at),
-  constraint failed_at_is_after_started_at check (failed_at is null or failed_at >= started_at)
+  constraint completed_at_or_failed_at check (completed_at is null or failed_at is null),
+  constraint completed_at_is_after_started_at check (completed_at >= started_at),
+  constraint failed_at_is_after_started_at check (failed_at >= started_at)
 );
 create index idx_runs_flow_slug on pgflow.runs (flow_slug);
 create index idx_runs_status on pgflow.runs (status);
@@ -158,18 +159,18 @@ create table pgflow.step_states (
   constraint status_is_valid check (status in ('created', 'started', 'completed', 'failed', 'skipped')),
   constraint status_and_remaining_tasks_match check (status <> 'completed' or remaining_tasks = 0),
   constraint remaining_tasks_state_consistency
-    check (remaining_tasks is null or status not in ('created', 'skipped')),
+    check (remaining_tasks is null or status <> all ('{created,skipped}')),
   constraint initial_tasks_known_when_started check (status <> 'started' or initial_tasks is not null),
-  constraint step_states_initial_tasks_check check (initial_tasks is null or initial_tasks >= 0),
+  constraint step_states_initial_tasks_check check (initial_tasks >= 0),
   constraint step_states_remaining_deps_check check (remaining_deps >= 0),
   constraint output_only_for_completed_or_null check (output is null or status = 'completed'),
   constraint skip_reason_matches_status check ((status = 'skipped') = (skip_reason is not null)),
   constraint completed_at_or_failed_at_or_skipped_at
     check (num_nonnulls(completed_at, failed_at, skipped_at) <= 1),
-  constraint started_at_is_after_created_at check (started_at is null or started_at >= created_at),
-  constraint completed_at_is_after_started_at check (completed_at is null or completed_at >= started_at),
-  constraint failed_at_is_after_started_at check (failed_at is null or failed_at >= started_at),
-  constraint skipped_at_is_after_created_at check (skipped_at is null or skipped_at >= created_at)
+  constraint started_at_is_after_created_at check (started_at >= created_at),
+  constraint completed_at_is_after_started_at check (completed_at >= started_at),
+  constraint failed_at_is_after_started_at check (failed_at >= started_at),
+  constraint skipped_at_is_after_created_at check (skipped_at >= created_at)
 );
 create index idx_step_states_ready on pgflow.step_states (run_id, status, remaining_deps)
   where status = 'created' and remaining_deps = 0;
@@ -207,17 +208,17 @@ create table pgflow.step_tasks (
     foreign key (last_worker_id) references pgflow.workers (worker_id) on delete set null,
   constraint valid_status
     check (status in ('queued', 'started', 'completed', 'failed', 'skipped', 'cancelled')),
-  constraint output_valid_only_for_completed check (output is null or status in ('completed', 'failed')),
+  constraint output_valid_only_for_completed check (output is null or status = any ('{completed,failed}')),
   constraint attempts_count_nonnegative check (attempts_count >= 0),
-  constraint completed_at_or_failed_at check (not (completed_at is not null and failed_at is not null)),
-  constraint completed_at_is_after_queued_at check (completed_at is null or completed_at >= queued_at),
-  constraint failed_at_is_after_queued_at check (failed_at is null or failed_at >= queued_at),
-  constraint started_at_is_after_queued_at check (started_at is null or started_at >= queued_at),
-  constraint completed_at_is_after_started_at
-    check (completed_at is null or started_at is null or completed_at >= started_at),
-  constraint failed_at_is_after_started_at
-    check (failed_at is null or started_at is null or failed_at >= started_at),
-  constraint queue_name_is_valid check (pgflow.is_valid_queue_name(queue_name))
+  constraint completed_at_or_failed_at check (completed_at is null or failed_at is null),
+  constraint completed_at_is_after_queued_at check (completed_at >= queued_at),
+  constraint failed_at_is_after_queued_at check (failed_at >= queued_at),
+  constraint started_at_is_after_queued_at check (started_at >= queued_at),
+  constraint completed_at_is_after_started_at check (completed_at >= started_at),
+  constraint failed_at_is_after_started_at check (failed_at >= started_at),
+  -- is_valid_queue_name written out: this is judged at each change of a task, and a call would cost more than the rest.
+  constraint queue_name_is_valid
+    check (queue_name <> '' and length(queue_name) <= 47 and queue_name = lower(queue_name))
 );
 create unique index idx_step_tasks_queue_message on pgflow.step_tasks (queue_name, message_id)
   where message_id is not null;
