@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from support.processes import TOKEN_VARIABLE, open_descriptors, ours, permanent_descriptors, wait_for
+from support.processes import TOKEN_VARIABLE, note_permanent, open_descriptors, ours, permanent_descriptors, wait_for
 from support.server import postgres
 from support.vectors import SETUP
 
@@ -53,7 +53,7 @@ def template(server: str) -> Iterator[str]:
         with psycopg.connect(make_conninfo(server, dbname=name), autocommit=True) as connection:
             connection.execute(SETUP.encode())
             schema.install(connection)
-        permanent_descriptors.add(f"{admin.fileno()} {os.readlink(f'/proc/self/fd/{admin.fileno()}')}")
+        note_permanent(admin.fileno())
         yield name
         admin.execute(sql.SQL("drop database {}").format(sql.Identifier(name)))
 

@@ -74,6 +74,11 @@ def titled(token: str, part: str) -> list[int]:
 permanent_descriptors: set[str] = set()
 
 
+def note_permanent(descriptor: int) -> None:
+    """Leave a descriptor out of the leak check."""
+    permanent_descriptors.add(f"{descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}")
+
+
 def open_descriptors() -> set[str]:
     """Return this process's descriptors, as number and target."""
     shown = set()
