@@ -63,17 +63,3 @@ begin
   end loop;
 end
 $$;
-
--- Maps that are running get their elements put beside their tasks.
-insert into pgflow_otp.map_items (run_id, step_slug, task_index, item)
-select ss.run_id, ss.step_slug, e.place - 1, e.item
-from pgflow.step_states ss
-join pgflow.steps st on st.flow_slug = ss.flow_slug and st.step_slug = ss.step_slug
-join pgflow.runs r on r.run_id = ss.run_id
-left join pgflow.deps d on d.flow_slug = ss.flow_slug and d.step_slug = ss.step_slug
-left join pgflow.step_states ds on ds.run_id = ss.run_id and ds.step_slug = d.dep_slug
-cross join lateral jsonb_array_elements(case when st.deps_count = 0 then r.input else ds.output end)
-  with ordinality as e(item, place)
-join pgflow.step_tasks t on t.run_id = ss.run_id and t.step_slug = ss.step_slug and t.task_index = e.place - 1
-where st.step_type = 'map' and ss.status = 'started' and r.status = 'started' and ss.initial_tasks > 50
-  and t.status in ('queued', 'started');

@@ -23,10 +23,13 @@ begin
 end
 $$;
 
+-- The element of one task. Where elements are missing that should be kept (a runtime without this table has started the
+-- step), the first claim keeps them.
 create or replace function pgflow_otp._map_item(p_run_id uuid, p_step_slug text, p_task_index int) returns jsonb
-language plpgsql stable as $$
+language plpgsql volatile as $$
 declare
   v_item jsonb;
+  v_items jsonb;
 begin
   if has_table_privilege('pgflow_otp.map_items', 'select') then
     select m.item into v_item
@@ -36,22 +39,38 @@ begin
       return v_item;
     end if;
   end if;
-  return pgflow_otp._map_source(p_run_id, p_step_slug) -> p_task_index;
+  v_items := pgflow_otp._map_source(p_run_id, p_step_slug);
+  perform pgflow_otp._restore_items(p_run_id, p_step_slug, v_items);
+  return v_items -> p_task_index;
 end
 $$;
 
-create or replace function pgflow_otp._store_items(p_run_id uuid, p_step_slug text) returns void
+-- Keep the elements of a step that starts, when they are many or large. Returns whether they are.
+create or replace function pgflow_otp._store_items(p_run_id uuid, p_step_slug text, p_items jsonb) returns boolean
 language plpgsql volatile as $$
-declare
-  v_items constant jsonb := pgflow_otp._map_source(p_run_id, p_step_slug);
 begin
-  if has_table_privilege('pgflow_otp.map_items', 'insert')
-    and (jsonb_array_length(v_items) > 50 or pg_column_size(v_items) > 2000)
+  if jsonb_typeof(p_items) = 'array'
+    and (pg_column_size(p_items) > 2000 or (select jsonb_array_length(p_items)) > 50)
+    and has_table_privilege('pgflow_otp.map_items', 'insert')
   then
     insert into pgflow_otp.map_items (run_id, step_slug, task_index, item)
     select p_run_id, p_step_slug, e.place - 1, e.item
-    from jsonb_array_elements(v_items) with ordinality as e(item, place)
+    from jsonb_array_elements(p_items) with ordinality as e(item, place)
     on conflict on constraint map_items_pkey do nothing;
+    return true;
+  end if;
+  return false;
+end
+$$;
+
+-- Keep the elements of a step that goes on: those of its unfinished tasks.
+create or replace function pgflow_otp._restore_items(p_run_id uuid, p_step_slug text, p_items jsonb) returns void
+language plpgsql volatile as $$
+begin
+  if pgflow_otp._store_items(p_run_id, p_step_slug, p_items) then
+    perform pgflow_otp._drop_items(array_agg(t.run_id), array_agg(t.step_slug), array_agg(t.task_index))
+    from pgflow.step_tasks t
+    where t.run_id = p_run_id and t.step_slug = p_step_slug and t.status = 'completed';
   end if;
 end
 $$;

@@ -34,7 +34,8 @@ begin
           'flow_slug', v_batch.flow_slug, 'run_id', p_run_ids[1], 'step_slug', p_step_slugs[1], 'task_index', 0),
         v_batch.delay) as s(msg_id);
       if v_batch.is_map then
-        perform pgflow_otp._store_items(p_run_ids[1], p_step_slugs[1]);
+        perform pgflow_otp._store_items(
+          p_run_ids[1], p_step_slugs[1], pgflow_otp._map_source(p_run_ids[1], p_step_slugs[1]));
       end if;
       return;
     end if;
@@ -65,7 +66,7 @@ begin
     ) as u(run_id, step_slug, task_index, message_id);
 
     if v_batch.has_maps then
-      perform pgflow_otp._store_items(k.run_id, k.step_slug)
+      perform pgflow_otp._store_items(k.run_id, k.step_slug, pgflow_otp._map_source(k.run_id, k.step_slug))
       from unnest(p_run_ids, p_step_slugs) as k(run_id, step_slug)
       join pgflow.steps st on st.flow_slug = v_batch.flow_slug and st.step_slug = k.step_slug
       where st.step_type = 'map' and st.queue_name = v_batch.queue_name

@@ -75,8 +75,13 @@ begin
   if v_has_children and v_step_type = 'single' and jsonb_typeof(p_output) is distinct from 'array' then
     v_child := pgflow_otp._map_without_array(p_run_id, v_flow_slug, p_step_slug);
     if v_child is not null then
-      perform pgflow_otp._fail_type_violation(
-        p_run_id, v_flow_slug, p_step_slug, p_task_index, p_output, v_child);
+      if exists (
+        select from pgflow.step_tasks t
+        where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index
+      ) then
+        perform pgflow_otp._fail_type_violation(
+          p_run_id, v_flow_slug, p_step_slug, p_task_index, p_output, v_child);
+      end if;
       return;
     end if;
   end if;
@@ -135,13 +140,13 @@ begin
       'event_type', 'step:completed', 'run_id', p_run_id, 'step_slug', p_step_slug, 'status', 'completed',
       'output', v_output, 'completed_at', now()),
     'step:' || p_step_slug || ':completed', 'pgflow:run:' || p_run_id, false);
-  if v_message_id is not null then
-    perform pgmq.archive(v_queue_name, v_message_id);
-  end if;
-
   if v_is_cascading and pgflow_otp._settle_cascades(p_run_id) then
     perform pgflow.start_ready_steps(p_run_id);
     perform pgflow.maybe_complete_run(p_run_id);
+  end if;
+  -- Tasks before messages: a condition may have ended others of the run's tasks just now.
+  if v_message_id is not null then
+    perform pgmq.archive(v_queue_name, v_message_id);
   end if;
   if v_started <> '{}' then
     perform pgflow_otp._send_tasks(array_fill(p_run_id, array[cardinality(v_started)]), v_started);
@@ -418,14 +423,13 @@ begin
     end loop;
   end if;
 
-  perform pgflow_otp._archive_messages(v_queue_names, v_message_ids);
-
   for i in 1 .. coalesce(cardinality(v_cascading), 0) loop
     if pgflow_otp._settle_cascades(v_cascading[i]) then
       perform pgflow.start_ready_steps(v_cascading[i]);
       perform pgflow.maybe_complete_run(v_cascading[i]);
     end if;
   end loop;
+  perform pgflow_otp._archive_messages(v_queue_names, v_message_ids);
   if v_started_runs is not null then
     perform pgflow_otp._send_tasks(v_started_runs, v_started_steps);
   end if;

@@ -86,10 +86,8 @@ begin
       select from pgflow.steps st
       where st.flow_slug = v_flow_slug and st.step_slug = v_step.step_slug and st.step_type = 'map'
     ) then
-      perform pgflow_otp._store_items(p_run_id, v_step.step_slug);
-      perform pgflow_otp._drop_items(array_agg(t.run_id), array_agg(t.step_slug), array_agg(t.task_index))
-      from pgflow.step_tasks t
-      where t.run_id = p_run_id and t.step_slug = v_step.step_slug and t.status = 'completed';
+      perform pgflow_otp._restore_items(
+        p_run_id, v_step.step_slug, pgflow_otp._map_source(p_run_id, v_step.step_slug));
     end if;
   end loop;
 

@@ -90,7 +90,11 @@ begin
       perform pgmq.delete(v_queue.queue_name, v_queue.ids);
     end if;
   end loop;
-  perform pgflow_otp._drop_items(u.run_id, null) from unnest(v_runs) as u(run_id);
+  if has_table_privilege('pgflow_otp.map_items', 'delete') then
+    -- Those of deleted runs too: another runtime deletes without them.
+    delete from pgflow_otp.map_items m
+    where m.run_id = any (v_runs) or not exists (select from pgflow.runs r where r.run_id = m.run_id);
+  end if;
   delete from pgflow.step_states ss where ss.run_id = any (v_runs);
   get diagnostics deleted_step_states = row_count;
   delete from pgflow.runs r where r.run_id = any (v_runs);
