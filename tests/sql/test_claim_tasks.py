@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from psycopg import sql
