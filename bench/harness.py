@@ -44,6 +44,7 @@ class Figure:
 
     unit: str
     samples: list[float] = field(default_factory=list)
+    calibrations: list[float] = field(default_factory=list)
 
     @property
     def value(self) -> float:
@@ -56,6 +57,7 @@ class Figure:
             "max": round(max(self.samples), 6),
             "unit": self.unit,
             "runs": len(self.samples),
+            "calibration_ms": round(statistics.median(self.calibrations), 1),
         }
 
 
@@ -76,7 +78,7 @@ class Report:
         self.calibrate()
 
     def calibrate(self) -> float:
-        """Time the calibration loop, keep and return it (milliseconds)."""
+        """Time the calibration loop (ms). The figures that follow are shown beside it."""
         began = time.perf_counter()
         total = 0
         for number in range(CALIBRATION_ROUNDS):
@@ -88,6 +90,12 @@ class Report:
         """Add samples of a figure."""
         figure = self.figures.setdefault(key, Figure(unit))
         figure.samples += [samples] if isinstance(samples, (int, float)) else samples
+        figure.calibrations.append(self.calibrations[-1])
+
+    def ratio(self, key: str, figure: str, base: str) -> None:
+        """Add how many times a figure another one is; nothing when one of them is missing."""
+        if figure in self.figures and base in self.figures:
+            self.add(key, "times", self.figures[figure].value / self.figures[base].value)
 
     def target(self, key: str, figure: str, at_most: float) -> None:
         """Hold a figure against an upper bound. Missing it changes no exit code: machines differ."""
@@ -100,8 +108,9 @@ class Report:
               f"({min(self.calibrations):.0f} to {max(self.calibrations):.0f})")  # fmt: skip
         width = max(len(key) for key in self.figures)
         for key, figure in self.figures.items():
-            spread = f"({min(figure.samples):.3f} to {max(figure.samples):.3f}, {len(figure.samples)} runs)"
-            print(f"  {key:<{width}}  {figure.value:>10.3f} {figure.unit:<14} {spread}")
+            spread = f"({min(figure.samples):.3f} to {max(figure.samples):.3f}, {len(figure.samples)} runs"
+            print(f"  {key:<{width}}  {figure.value:>10.3f} {figure.unit:<6} {spread}, "
+                  f"calibration {statistics.median(figure.calibrations):.0f} ms)")  # fmt: skip
         judged = {}
         for key, (figure_key, bound) in self.targets.items():
             if figure_key in self.figures:

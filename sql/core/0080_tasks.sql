@@ -129,7 +129,8 @@ begin
     for update
   ) a
   where t.run_id = fail_task.run_id and t.step_slug = fail_task.step_slug
-    and t.task_index = fail_task.task_index and t.status = 'started'
+    and t.task_index = fail_task.task_index
+    and t.status is not distinct from 'started'
   returning t.* into v_task;
 
   if found and v_task.status = 'failed' then

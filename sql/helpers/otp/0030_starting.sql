@@ -1,12 +1,13 @@
 -- Starting runs, one or many.
 
 -- Start one run for each input. Steps that can start at once are stored as started; what needs a decision first
--- (conditions, empty maps) goes through the cascades, run by run. The planner is kept to the indexes: a plan made while
--- the tables were empty must do when they are large.
+-- (conditions, empty maps) goes through the cascades, run by run. The planner is kept to the indexes and to joins in the
+-- order they are written: a plan made while the tables were empty must do when they are large.
 create or replace function pgflow_otp._start_runs(p_flow_slug text, p_inputs jsonb[], p_run_ids uuid[]) returns void
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_steps int;
   v_roots text[];

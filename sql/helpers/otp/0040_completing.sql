@@ -44,7 +44,8 @@ create or replace function pgflow_otp._complete_task(
 ) returns void
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_flow_slug text;
   v_status text;
@@ -88,7 +89,8 @@ begin
 
   update pgflow.step_tasks t
   set status = 'completed', completed_at = greatest(now(), t.started_at), output = p_output
-  where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index and t.status = 'started'
+  where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index
+    and t.status is not distinct from 'started'
   returning t.queue_name, t.message_id into v_queue_name, v_message_id;
   if not found then
     return;
@@ -235,7 +237,8 @@ create or replace function pgflow_otp._complete_tasks(
 ) returns void
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_odd record;
   v_has_map boolean;
@@ -306,10 +309,13 @@ begin
     set status = 'completed', completed_at = greatest(now(), t.started_at), output = i.output
     from unnest(p_run_ids, p_step_slugs, p_task_indexes, p_outputs, p_started_ats)
       as i(run_id, step_slug, task_index, output, started_at)
-    join pgflow.step_states ss on ss.run_id = i.run_id and ss.step_slug = i.step_slug and ss.status = 'started'
+    join pgflow.step_states ss on ss.run_id = i.run_id and ss.step_slug = i.step_slug
+      and ss.status is not distinct from 'started'
     where t.run_id = i.run_id and t.step_slug = i.step_slug and t.task_index = i.task_index
-      and t.status = 'started'
-      and (p_worker_id is null or (t.last_worker_id = p_worker_id and t.started_at = i.started_at))
+      -- written so that no index on these columns is taken for the key's
+      and t.status is not distinct from 'started'
+      and (p_worker_id is null or (
+        t.last_worker_id is not distinct from p_worker_id and t.started_at is not distinct from i.started_at))
     returning t.run_id, t.step_slug, t.task_index, t.queue_name, t.message_id
   )
   select
@@ -343,9 +349,9 @@ begin
       from unnest(v_run_ids, v_step_slugs) as u(run_id, step_slug)
       group by u.run_id, u.step_slug
     ) k
-    cross join pgflow.steps st
-    where ss.run_id = k.run_id and ss.step_slug = k.step_slug
-      and st.flow_slug = ss.flow_slug and st.step_slug = ss.step_slug
+    join pgflow.step_states b on b.run_id = k.run_id and b.step_slug = k.step_slug
+    join pgflow.steps st on st.flow_slug = b.flow_slug and st.step_slug = b.step_slug
+    where ss.run_id = b.run_id and ss.step_slug = b.step_slug
     returning ss.run_id, ss.step_slug, ss.status, st.step_type,
       case when ss.status = 'completed' and jsonb_typeof(ss.output) = 'array' then jsonb_array_length(ss.output) end
         as items

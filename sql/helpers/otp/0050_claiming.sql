@@ -6,7 +6,8 @@
 -- p_hidden_for says it is hidden for already.
 --
 -- Tasks are found by their message, then by their key, and their status is judged afterwards: with it among the
--- conditions of a table, stale statistics would let the planner walk through all queued tasks for each one.
+-- conditions of a table, stale statistics would let the planner walk through all queued tasks for each one. The same goes
+-- for runs and steps: no index can serve "is not distinct from".
 create or replace function pgflow_otp._claim_tasks(
   p_flow_slug text, p_queue_name text, p_step_slug text, p_message_ids bigint[], p_worker_id uuid,
   p_margin int, p_hidden_for int
@@ -16,7 +17,8 @@ create or replace function pgflow_otp._claim_tasks(
 )
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_run_ids uuid[];
   v_step_slugs text[];
@@ -40,8 +42,10 @@ begin
         started_at = greatest(now(), t.queued_at),
         last_worker_id = p_worker_id
     from held h
-    join pgflow.runs r on r.run_id = h.run_id and r.status = 'started' and r.flow_slug = p_flow_slug
-    join pgflow.step_states ss on ss.run_id = h.run_id and ss.step_slug = h.step_slug and ss.status = 'started'
+    join pgflow.runs r on r.run_id = h.run_id
+      and r.status is not distinct from 'started' and r.flow_slug is not distinct from p_flow_slug
+    join pgflow.step_states ss on ss.run_id = h.run_id and ss.step_slug = h.step_slug
+      and ss.status is not distinct from 'started'
     where t.run_id = h.run_id and t.step_slug = h.step_slug and t.task_index = h.task_index
       and h.status = 'queued'
       and (p_step_slug is null or h.step_slug = p_step_slug)
@@ -107,7 +111,8 @@ create or replace function pgflow_otp.claim_tasks(
 )
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_margin constant int := p_kill_grace + 2;
   v_hidden_for int;

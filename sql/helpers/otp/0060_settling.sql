@@ -13,7 +13,8 @@ begin
   perform from pgflow.step_states ss where ss.run_id = p_run_id and ss.step_slug = p_step_slug for update;
   select t.attempts_count into v_attempts
   from pgflow.step_tasks t
-  where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index and t.status = 'started'
+  where t.run_id = p_run_id and t.step_slug = p_step_slug and t.task_index = p_task_index
+    and t.status is not distinct from 'started'
   for update;
   if found then
     update pgflow.step_tasks t
@@ -115,7 +116,8 @@ create or replace function pgflow_otp.settle_tasks(
 ) returns table (place int, status text, reason text)
 language plpgsql volatile
 set search_path to '' set plan_cache_mode to force_generic_plan
-set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set jit to off as $$
+set enable_seqscan to off set enable_hashjoin to off set enable_mergejoin to off set join_collapse_limit to 1
+set jit to off as $$
 declare
   v_count constant int := coalesce(cardinality(p_run_ids), 0);
   v_locked uuid[];
@@ -268,13 +270,14 @@ begin
         from unnest(p_places) as u(place)
         offset 0
       ) i
-      join pgflow.runs r on r.run_id = i.run_id and r.status = 'started'
-      join pgflow.step_states ss on ss.run_id = i.run_id and ss.step_slug = i.step_slug and ss.status = 'started'
+      join pgflow.runs r on r.run_id = i.run_id and r.status is not distinct from 'started'
+      join pgflow.step_states ss on ss.run_id = i.run_id and ss.step_slug = i.step_slug
+        and ss.status is not distinct from 'started'
       join pgflow.steps st on st.flow_slug = ss.flow_slug and st.step_slug = ss.step_slug
       join pgflow.flows f on f.flow_slug = ss.flow_slug
       where t.run_id = i.run_id and t.step_slug = i.step_slug and t.task_index = i.task_index
-        and t.status = 'started'
         -- written so that no index on these columns is taken for the key's
+        and t.status is not distinct from 'started'
         and t.last_worker_id is not distinct from p_worker_id
         and t.started_at is not distinct from i.started_at
         and t.permanently_stalled_at is null
