@@ -252,7 +252,7 @@ class SqlBench:
                 self.report.calibrate()
                 measure = self.measure if number else self.unmeasured
                 measure(f"start_flow, map of {size}", 1, self.start, "mapped", 1, items)
-                for _ in range(min(self.rounds, size // 50)):
+                for _ in range(min(self.rounds, size // (150 if size >= 1_000 else 50))):
                     messages = self.read("mapped", 10)
                     name = f"start_tasks of 10, map of {size}"
                     tasks = measure(name, 10, self.start_tasks, "mapped", messages)
