@@ -13,7 +13,7 @@ from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import ConfigurationError, DatabaseUnavailable, PgflowError
 from pgflow_otp.runtime.handle import import_path, package_parent
 from pgflow_otp.runtime.inspection import inspect_target
-from pgflow_otp.runtime.root import BootConfig, command
+from pgflow_otp.runtime.root import BootConfig, command, hand_over
 from pgflow_otp.settings import Settings, settings_from
 
 
@@ -45,11 +45,9 @@ def start(targets: tuple[str, ...], dsn: str | None, **given: Any) -> None:
 
 def become_root(config: BootConfig) -> None:
     """Replace this process by the root: a fresh interpreter under the same pid, as service managers expect."""
-    read, write = os.pipe()
-    os.set_inheritable(read, True)
-    with os.fdopen(write, "wb") as sink:
-        sink.write(config.as_bytes())
-    line = command(package_parent(), read)
+    descriptor = hand_over(config)
+    os.set_inheritable(descriptor, True)
+    line = command(package_parent(), descriptor)
     os.execv(line[0], line)
 
 

@@ -5,6 +5,8 @@ One writer and one reader per end, no lock. A half frame at the end of the strea
 
 from __future__ import annotations
 
+import math
+import select
 import socket
 import struct
 from typing import Any
@@ -26,6 +28,14 @@ def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
     """Return a frame as bytes."""
     head = orjson.dumps(header)
     return _LENGTHS.pack(len(head), len(payload)) + head + payload
+
+
+def readable(source: int | socket.socket | Channel, seconds: float) -> bool:
+    """Wait until something, or the end, can be read. Not with select(), which knows descriptors below 1024 only: a host
+    may have more open."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(math.ceil(max(seconds, 0) * 1000)))
 
 
 class FrameReader:

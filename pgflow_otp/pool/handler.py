@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import os
 import resource
-import select
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import NonRetryable, PayloadError
 from pgflow_otp.flow.context import Context
 from pgflow_otp.flow.payload import decode, encode, storable
-from pgflow_otp.otp.channel import Frame, FrameReader, encode_frame
+from pgflow_otp.otp.channel import Frame, FrameReader, encode_frame, readable
 
 if TYPE_CHECKING:
     import socket
@@ -153,7 +152,7 @@ class HandlerProcess:
 
     def _poll_drain(self) -> bool:
         """Look whether the worker said that it is being stopped, without waiting."""
-        while not self._drain_requested and (self._frames or select.select([self._channel], [], [], 0)[0]):
+        while not self._drain_requested and (self._frames or readable(self._channel, 0)):
             frame = self._receive()
             if frame is None or frame[0]["m"] == "drain":
                 self._drain_requested = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from pgflow_otp.client import Client
 from pgflow_otp.db.dsn import check_dsn, find_dsn
 from pgflow_otp.db.embedded import EmbeddedServer
 from pgflow_otp.errors import ConfigurationError, PgflowError, TreeStartError
-from pgflow_otp.otp.channel import Channel
-from pgflow_otp.runtime.root import BootConfig, command
+from pgflow_otp.otp.channel import Channel, readable
+from pgflow_otp.runtime.root import BootConfig, command, hand_over
 from pgflow_otp.settings import Settings, settings_from
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ class Supervisor:
             left = deadline - time.monotonic()
             if left <= 0 or not self._channel.is_open:
                 break
-            select.select([self._channel], [], [], left)
+            readable(self._channel, left)
         if not self._messages:
             if self._channel.is_open:
                 return None
@@ -235,24 +234,18 @@ class Supervisor:
 
 
 def _start_root(config: BootConfig, channel: socket.socket, stderr: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
-    read, write = os.pipe()
+    descriptor = hand_over(config)
     try:
-        process = subprocess.Popen(
-            command(package_parent(), read),
+        return subprocess.Popen(
+            command(package_parent(), descriptor),
             stdin=subprocess.DEVNULL,
             stdout=stderr if stderr is not None else _standard_error(),
             stderr=subprocess.STDOUT,
-            pass_fds=(read, channel.fileno()),
+            pass_fds=(descriptor, channel.fileno()),
             start_new_session=True,
         )
-    except BaseException:
-        os.close(write)
-        raise
     finally:
-        os.close(read)
-    with os.fdopen(write, "wb") as sink:
-        sink.write(config.as_bytes())
-    return process
+        os.close(descriptor)
 
 
 def start_embedded() -> tuple[EmbeddedServer, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from pgflow_otp.errors import ConfigurationError, PgflowError, TargetError
 from pgflow_otp.flow.shape import shape_of
 from pgflow_otp.flow.target import load_target, parse_target
 from pgflow_otp.otp import process
+from pgflow_otp.otp.channel import readable
 from pgflow_otp.otp.exit_reason import signal_name
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _read_all(read: int, deadline: float) -> bytes | None:
     data = b""
     while True:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([read], [], [], left)[0]:
+        if left <= 0 or not readable(read, left):
             return None
         chunk = os.read(read, 65_536)
         if not chunk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,20 @@ def command(package_parent: str, descriptor: int) -> list[str]:
     the user's must not stand in for the library's."""
     code = "import sys; sys.path.append(sys.argv[1]); from pgflow_otp.runtime.root import main; main(sys.argv[2])"
     return [sys.executable, "-P", "-c", code, package_parent, str(descriptor)]
+
+
+def hand_over(config: BootConfig) -> int:
+    """Return a descriptor that a root process reads its configuration from, however long it is. It may hold a password:
+    it is kept in memory, or in a file without a name where the system has nothing better."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("pgflow-otp")
+    else:
+        descriptor, path = tempfile.mkstemp()
+        os.unlink(path)
+    with os.fdopen(descriptor, "wb", closefd=False) as sink:
+        sink.write(config.as_bytes())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def main(descriptor: str) -> None:

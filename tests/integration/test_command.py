@@ -307,6 +307,15 @@ def test_start_becomes_the_root_and_stops_on_sigterm(
     assert running.wait(60) == 0
 
 
+def test_start_hands_over_more_than_a_pipe_holds(command: list[str], database: str, tmp_path: Path, token: str) -> None:
+    targets = [part for n in range(1_000) for part in ("--flows", f"flows.zoo:{'x' * 80}{n}")]
+    line = ["start", "--dsn", database, "--flows", "flows.zoo:one", *targets]
+    running = start(command, tmp_path, *line, cwd=REPOSITORY / "tests")
+    wait_for(lambda: running.pid in titled(token, "pgflow-otp: supervisor [pgflow]"), "the root")
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0
+
+
 def test_start_goes_on_without_a_database(command: list[str], tmp_path: Path) -> None:
     dsn = f"host={tmp_path} user=postgres dbname=x"
     running = start(command, tmp_path, "start", "--flows", "flows.zoo:one", "--dsn", dsn, cwd=REPOSITORY / "tests")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import pytest
 
-from pgflow_otp.otp.channel import Channel, ChannelBroken, Frame, FrameReader, encode_frame
+from pgflow_otp.otp.channel import Channel, ChannelBroken, Frame, FrameReader, encode_frame, readable
 
 
 def test_frames_pass_whole_however_they_are_cut() -> None:
@@ -54,4 +57,33 @@ def test_sending_to_a_dead_reader_is_no_error() -> None:
     theirs.close()
     ours.send({"m": "anybody?"})
     assert not ours.has_unsent
+    ours.close()
+
+
+def test_a_descriptor_over_1024_can_be_waited_for() -> None:
+    """A host may have many descriptors open."""
+    highest = 1500
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= highest:
+        pytest.skip(f"the system allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, highest + 1), hard))
+    ours, theirs = Channel.pair()
+    try:
+        os.dup2(ours.fileno(), highest)
+        try:
+            assert not readable(highest, 0)
+            theirs.send({"m": "a"})
+            assert readable(highest, 5)
+        finally:
+            os.close(highest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        ours.close()
+        theirs.close()
+
+
+def test_the_end_of_a_channel_is_readable() -> None:
+    ours, theirs = Channel.pair()
+    theirs.close()
+    assert readable(ours, 5)
     ours.close()
