@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 Restart: TypeAlias = Literal["permanent", "transient", "temporary"]
 Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
+AutoShutdown: TypeAlias = Literal["never", "any_significant", "all_significant"]
 Shutdown: TypeAlias = "int | Literal['infinity', 'brutal_kill']"
 
 
@@ -29,11 +30,14 @@ class Flags:
         strategy: one_for_one, one_for_all or rest_for_one.
         intensity: restarts allowed within the period; one more and the supervisor gives up.
         period: seconds; a sliding window.
+        auto_shutdown: whether the supervisor ends when a significant child ("any_significant"), or the last of them
+            ("all_significant"), has ended by itself and is not restarted (statements 112 to 119).
     """
 
     strategy: Strategy = "one_for_one"
     intensity: int = 1
     period: float = 5
+    auto_shutdown: AutoShutdown = "never"
 
     def __post_init__(self) -> None:
         if self.strategy not in ("one_for_one", "one_for_all", "rest_for_one"):
@@ -42,6 +46,8 @@ class Flags:
             raise FlagsError(f"invalid intensity: {self.intensity!r} (a whole number from 0)")
         if isinstance(self.period, bool) or not isinstance(self.period, int | float) or not 0 < self.period < 1e9:
             raise FlagsError(f"invalid period: {self.period!r} (seconds, more than 0)")
+        if self.auto_shutdown not in ("never", "any_significant", "all_significant"):
+            raise FlagsError(f"invalid auto_shutdown: {self.auto_shutdown!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +62,11 @@ class SupervisorSpec:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        check_child_specs(self.children)
+        check_child_specs(self.children, self.flags.auto_shutdown)
         if self.dynamic and (self.children or self.flags.strategy != "one_for_one"):
             raise FlagsError("a dynamic supervisor is one_for_one and starts without children")
+        if self.dynamic and self.flags.auto_shutdown != "never":
+            raise FlagsError("a dynamic supervisor has no significant children: auto_shutdown has to be 'never'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +82,7 @@ class ChildSpec:
         shutdown: milliseconds from the request to the kill, "infinity", or "brutal_kill". None: 5000 for a worker,
             "infinity" for a supervisor.
         type: "worker" or "supervisor".
+        significant: whether its end may end the supervisor (see Flags.auto_shutdown). Never of a permanent child.
         start_timeout: seconds until a child that has not acknowledged its start is killed. None: no limit.
         dies_with_parent: whether the kernel kills the child when its parent dies (Linux). A child that has to clean
             up watches its lifeline instead.
@@ -85,6 +94,7 @@ class ChildSpec:
     restart: Restart = "permanent"
     shutdown: Shutdown | None = None
     type: Literal["worker", "supervisor"] = "worker"
+    significant: bool = False
     start_timeout: float | None = 30.0
     dies_with_parent: bool = True
 
@@ -108,6 +118,10 @@ class ChildSpec:
                 raise self._invalid("shutdown", self.shutdown)
         elif not _is_whole(self.shutdown) or self.shutdown < 0:
             raise self._invalid("shutdown", self.shutdown)
+        if not isinstance(self.significant, bool):
+            raise self._invalid("significant", self.significant)
+        if self.significant and self.restart == "permanent":
+            raise SpecError(f"child '{self.id}': a permanent child cannot be significant: it never ends for good")
         if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
             raise self._invalid("start_timeout", self.start_timeout)
 
@@ -115,12 +129,19 @@ class ChildSpec:
         return SpecError(f"child '{self.id}': invalid {name}: {value!r}")
 
 
-def check_child_specs(specs: Sequence[ChildSpec]) -> None:
+def check_child_specs(specs: Sequence[ChildSpec], auto_shutdown: AutoShutdown | None = None) -> None:
     """Check a list of specifications as a whole (statements 6, 7 and 12).
 
+    Args:
+        specs: the children of one supervisor.
+        auto_shutdown: the supervisor's flag, which they have to go with; None: whatever it is.
+
     Raises:
-        SpecError: something in it is no ChildSpec, or two have the same id.
+        SpecError: it is no list, something in it is no ChildSpec, two have the same id, or one is significant to a
+            supervisor that never shuts itself down.
     """
+    if not isinstance(specs, list | tuple):
+        raise SpecError(f"not a list of child specs: {specs!r}")
     seen: set[str] = set()
     for spec in specs:
         if not isinstance(spec, ChildSpec):
@@ -128,6 +149,17 @@ def check_child_specs(specs: Sequence[ChildSpec]) -> None:
         if spec.id in seen:
             raise SpecError(f"duplicate child id: {spec.id!r}")
         seen.add(spec.id)
+        check_significance(spec, auto_shutdown)
+
+
+def check_significance(spec: ChildSpec, auto_shutdown: AutoShutdown | None) -> None:
+    """Check that a child is significant only where that can mean something (statement 11).
+
+    Raises:
+        SpecError: it is significant, and the supervisor never shuts itself down.
+    """
+    if spec.significant and auto_shutdown == "never":
+        raise SpecError(f"child '{spec.id}': significant, but auto_shutdown of its supervisor is 'never'")
 
 
 def _is_whole(value: Any) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pgflow_otp.otp.exit_reason import ExitReason
+from pgflow_otp.otp.child_spec import SpecError, check_significance
+from pgflow_otp.otp.exit_reason import GAVE_UP, ExitReason
 from pgflow_otp.otp.intensity import RestartIntensity
 
 if TYPE_CHECKING:
@@ -146,8 +147,10 @@ class Node:
             self._forget(child)
             if reason.is_abnormal:
                 yield Report("child_terminated", child, str(reason))
+            yield from self._shut_down_after(child)
             return
         if child.spec.restart == "transient" and not reason.is_abnormal:
+            yield from self._shut_down_after(child)
             return
         yield Report("child_terminated", child, str(reason))
         yield from self._restart(child)
@@ -164,6 +167,11 @@ class Node:
         if known is not None:
             running = known.state in ("starting", "running")
             yield Reply(("error", "already_started" if running else "already_present"))
+            return
+        try:
+            check_significance(spec, self.spec.flags.auto_shutdown)
+        except SpecError as error:
+            yield Reply(("error", str(error)))
             return
         child = Child(spec)
         self.children.append(child)
@@ -187,6 +195,37 @@ class Node:
             self._forget(child)
         yield Reply(("ok", None))
 
+    def restart_child(self, child_id: str) -> Operation:
+        """Start a child that is down (101)."""
+        child = self.find(child_id)
+        refusal = self._refusal_of_idle(child)
+        if child is None or refusal is not None:
+            yield Reply(("error", refusal))
+            return
+        outcome = yield from self._start(child)
+        if isinstance(outcome, StartFailed):
+            yield Reply(("error", str(outcome.reason)))
+        else:
+            yield Reply(("ok", outcome.info if isinstance(outcome, Started) else None))
+
+    def delete_child(self, child_id: str) -> Operation:
+        """Forget a child that is down (102)."""
+        child = self.find(child_id)
+        refusal = self._refusal_of_idle(child)
+        if child is not None and refusal is None:
+            self._forget(child)
+        yield Reply(("error", refusal) if refusal is not None else ("ok", None))
+
+    def count_children(self) -> dict[str, int]:
+        """Count what is specified and what is alive (104)."""
+        supervisors = sum(c.spec.type == "supervisor" for c in self.children)
+        return {
+            "specs": len(self.children),
+            "active": sum(c.state in ("running", "stopping") for c in self.children),
+            "supervisors": supervisors,
+            "workers": len(self.children) - supervisors,
+        }
+
     def retry(self, child: Child) -> Operation:
         """Try a failed restart again, unless somebody stopped the child meanwhile (70 to 77)."""
         if child.state == "restarting":
@@ -194,11 +233,32 @@ class Node:
 
     # Their parts
 
+    def _refusal_of_idle(self, child: Child | None) -> str | None:
+        """Why a child is not one that is down; None when it is."""
+        if child is None:
+            return "not_found"
+        if child.state == "restarting":
+            return "restarting"
+        # One that has died and whose turn has not come yet is still running for everybody who asks (44).
+        return None if child.state == "undefined" and child.unhandled_exit is None else "running"
+
+    def _shut_down_after(self, child: Child) -> Operation:
+        """End the supervisor when this child's end was the one it lived for (112 to 118)."""
+        wanted = self.spec.flags.auto_shutdown
+        if not child.spec.significant or wanted == "never":
+            return
+        others = (c for c in self.children if c is not child and c.spec.significant)
+        if wanted == "all_significant" and any(c.state != "undefined" or c.unhandled_exit for c in others):
+            return
+        yield from self.stop(ExitReason("shutdown", info=f"significant child '{child.spec.id}' has ended"))
+
     def _restart(self, child: Child) -> Operation:
         if not self.intensity.add(self.clock()):
             yield Report("shutdown", child, "reached_max_restart_intensity")
             child.state = "undefined"
-            yield from self.stop(ExitReason("shutdown", info=f"too many restarts, the last of '{child.spec.id}'"))
+            yield from self.stop(
+                ExitReason("shutdown", GAVE_UP, info=f"too many restarts, the last of '{child.spec.id}'")
+            )
             return
         child.restarts += 1
         strategy = self.spec.flags.strategy

@@ -16,7 +16,7 @@ from pgflow_otp.otp.channel import Channel, ChannelBroken
 from pgflow_otp.otp.child import ChildProcess, start_process
 from pgflow_otp.otp.child_spec import ChildSpec, SupervisorSpec
 from pgflow_otp.otp.event_loop import EventLoop, Timer
-from pgflow_otp.otp.exit_reason import GAVE_UP, START_FAILED, ExitReason
+from pgflow_otp.otp.exit_reason import START_FAILED, ExitReason
 from pgflow_otp.otp.hooks import Hooks, Path
 from pgflow_otp.otp.process import HAS_PIDFD, ForkError
 from pgflow_otp.otp.runner import STOPPING, Runner
@@ -77,7 +77,9 @@ class Supervisor:
             self._close()
         if self._stop_requests:
             return 0
-        return START_FAILED if self._result.kind == "start_failed" else GAVE_UP
+        if self._result.kind == "start_failed":
+            return START_FAILED
+        return self._result.code  # GAVE_UP, or 0 when it has shut itself down
 
     @property
     def result(self) -> ExitReason | None:
@@ -106,6 +108,26 @@ class Supervisor:
     def terminate_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
         """Stop one child of the node at `path` and leave it down."""
         self._call(path, lambda node: node.terminate_child(child_id), reply)
+
+    def restart_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
+        """Start a child that is down. `reply` gets ("ok", info), or ("error", reason): "not_found", "running",
+        "restarting", or why it did not start (101)."""
+        self._call(path, lambda node: node.restart_child(child_id), reply)
+
+    def delete_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
+        """Forget a child that is down. `reply` gets ("ok", None), or ("error", reason) as of restart_child (102)."""
+        self._call(path, lambda node: node.delete_child(child_id), reply)
+
+    def count_children(self, path: Path = ()) -> dict[str, int]:
+        """Count the children of the node at `path`: specs, active, supervisors, workers (104). Empty: no such node."""
+        runner = self._runner(path)
+        return runner.node.count_children() if runner is not None else {}
+
+    def get_child_spec(self, path: Path) -> ChildSpec | None:
+        """Return the specification of a child, every field filled in (13); None when there is no such child."""
+        runner = self._runner(path[:-1]) if path else None
+        child = runner.node.find(path[-1]) if runner is not None else None
+        return child.spec if child is not None else None
 
     def send(self, path: Path, message: str, **content: Any) -> bool:
         """Send a message to a running child; False when it does not run. Never blocks."""
