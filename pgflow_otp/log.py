@@ -11,6 +11,8 @@ from loguru import logger
 if TYPE_CHECKING:
     from loguru import Record
 
+#: Fields that a line for people says already.
+_NOT_SHOWN = ("role", "supervisor", "offender")
 #: A record longer than this is cut: what is longer than PIPE_BUF may be torn by another process's write.
 LONGEST_LINE = 4000
 
@@ -36,7 +38,7 @@ def _write(line: str) -> None:
 
 
 def _format(record: Record) -> str:
-    fields = [f"{key}={{extra[{key}]}}" for key in record["extra"] if key != "role"]
+    fields = [f"{key}={{extra[{key}]}}" for key in record["extra"] if key not in _NOT_SHOWN]
     tail = (" <dim>" + " ".join(fields) + "</dim>") if fields else ""
     return (
         "<dim>{time:HH:mm:ss.SSS}</dim> <level>{level: <7}</level> <cyan>{extra[role]}</cyan> {message}"

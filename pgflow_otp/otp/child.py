@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import traceback
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from pgflow_otp.otp import process
 from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.exit_reason import ExitReason, exit_reason
-from pgflow_otp.otp.node import Ignored, StartFailed
+from pgflow_otp.otp.operation import Ignored, StartFailed
 
 if TYPE_CHECKING:
     from pgflow_otp.otp.event_loop import Timer
-    from pgflow_otp.otp.node import Child, StartOutcome
+    from pgflow_otp.otp.operation import Child, StartOutcome
+    from pgflow_otp.otp.watchdog import Watchdog
 
 
 @dataclass(eq=False)
@@ -24,12 +26,14 @@ class ChildContext:
 
     Attributes:
         id: the child's id.
+        tree: the name of the tree.
         channel: to the supervisor; frames with a key "m" that names the message.
         lifeline: a pipe that ends when the supervisor's process dies.
         parent_pid: the supervisor's pid.
     """
 
     id: str
+    tree: str
     channel: Channel
     lifeline: int
     parent_pid: int
@@ -67,6 +71,8 @@ class ChildProcess:
     failure: str | None = None
     last_word: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    watchdog: Watchdog | None = None
+    is_reaped: bool = False
     #: Timer after which it is killed.
     deadline: Timer | None = None
 
@@ -78,8 +84,16 @@ class ChildProcess:
         process.signal_process(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """Kill it, unless it is dead and gone: its pid may be somebody else's by now (155)."""
+        if self.is_reaped:
+            return
         self.killed = True
         process.signal_process(self.pid, signal.SIGKILL)
+
+    def abort(self, why: str) -> None:
+        """Make it write its stack to standard error and die."""
+        self.last_word = why
+        process.signal_process(self.pid, signal.SIGABRT)
 
     def start_timed_out(self) -> None:
         self.failure = f"timeout: no acknowledgement within {self.child.spec.start_timeout} s"
@@ -115,9 +129,11 @@ class ChildProcess:
         try:
             status = process.reap(self.pid)
         except ChildProcessError:
+            self.is_reaped = True
             return exit_reason(None, asked=self.asked, killed=self.killed, info=self.last_word)
         if status is None:
             return None
+        self.is_reaped = True
         return exit_reason(status, asked=self.asked, killed=self.killed, info=self.last_word)
 
     def close(self) -> None:
@@ -127,19 +143,27 @@ class ChildProcess:
             self.pidfd = None
 
 
-def start_process(child: Child, title: str, lifeline: int, now: float) -> ChildProcess:
+def start_process(child: Child, extra_args: tuple[Any, ...], tree: str, lifeline: int, now: float) -> ChildProcess:
     """Fork a child.
+
+    Args:
+        child: what is to run.
+        extra_args: arguments of its start function before its own.
+        tree: name of the tree.
+        lifeline: read end of a pipe that nobody but us holds the other end of.
+        now: monotonic seconds.
 
     Raises:
         process.ForkError: it could not be forked.
     """
     ours, theirs = Channel.pair()
-    context = ChildContext(child.spec.id, theirs, lifeline, os.getpid())
+    context = ChildContext(child.spec.id, tree, theirs, lifeline, os.getpid())
+    args = (*extra_args, *child.spec.args)
     try:
         pid = process.fork(
-            lambda: _run(child, context),
+            lambda: _run(child, context, args),
             keep=(theirs.fileno(), lifeline),
-            title=title,
+            title=f"pgflow-otp: {child.spec.id} [{tree}]",
             dies_with_parent=child.spec.dies_with_parent,
         )
     except process.ForkError:
@@ -147,14 +171,14 @@ def start_process(child: Child, title: str, lifeline: int, now: float) -> ChildP
         raise
     finally:
         theirs.close()
-    pidfd = os.pidfd_open(pid) if process.HAS_PIDFD else None
-    return ChildProcess(child, pid, pidfd, ours, now)
+    return ChildProcess(child, pid, process.open_pidfd(pid), ours, now)
 
 
-def _run(child: Child, context: ChildContext) -> int:
+def _run(child: Child, context: ChildContext, args: tuple[Any, ...]) -> int:
     assert callable(child.spec.start)
+    faulthandler.enable(2)  # A crash in C, and a watchdog's SIGABRT, leave their stack in the log.
     try:
-        return child.spec.start(context, *child.spec.args) or 0
+        return child.spec.start(context, *args) or 0
     except Exception as error:
         traceback.print_exc()
         context.channel.socket.setblocking(True)

@@ -44,7 +44,7 @@ class Flags:
             raise FlagsError(f"invalid strategy: {self.strategy!r}")
         if not _is_whole(self.intensity) or self.intensity < 0:
             raise FlagsError(f"invalid intensity: {self.intensity!r} (a whole number from 0)")
-        if isinstance(self.period, bool) or not isinstance(self.period, int | float) or not 0 < self.period < 1e9:
+        if not _is_duration(self.period):
             raise FlagsError(f"invalid period: {self.period!r} (seconds, more than 0)")
         if self.auto_shutdown not in ("never", "any_significant", "all_significant"):
             raise FlagsError(f"invalid auto_shutdown: {self.auto_shutdown!r}")
@@ -54,15 +54,36 @@ class Flags:
 class SupervisorSpec:
     """A supervisor: its flags and its static children, or a dynamic one, whose children come and go at run time.
 
-    A dynamic supervisor is one_for_one, starts empty, and stops its children all at once (statements 120 to 122).
+    A dynamic supervisor is one_for_one, starts empty, and stops its children all at once (statements 120 to 123).
+
+    Attributes:
+        flags: how it treats deaths.
+        children: its static children, in the order of their start.
+        dynamic: whether it is a dynamic one.
+        max_children: how many children a dynamic one may have, running or about to be restarted. None: any number.
+        extra_args: arguments that every child's start function gets before its own.
+
+    Raises:
+        FlagsError: fields that do not go together.
+        SpecError: a child's specification is not valid.
     """
 
     flags: Flags = field(default_factory=Flags)
     children: Sequence[ChildSpec] = ()
     dynamic: bool = False
+    max_children: int | None = None
+    extra_args: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.flags, Flags):
+            raise FlagsError(f"invalid flags: {self.flags!r}")
         check_child_specs(self.children, self.flags.auto_shutdown)
+        if not isinstance(self.extra_args, tuple):
+            raise FlagsError(f"invalid extra_args: {self.extra_args!r} (a tuple)")
+        if self.max_children is not None and (not _is_whole(self.max_children) or self.max_children < 0):
+            raise FlagsError(f"invalid max_children: {self.max_children!r} (a whole number from 0)")
+        if self.max_children is not None and not self.dynamic:
+            raise FlagsError("max_children is for dynamic supervisors")
         if self.dynamic and (self.children or self.flags.strategy != "one_for_one"):
             raise FlagsError("a dynamic supervisor is one_for_one and starts without children")
         if self.dynamic and self.flags.auto_shutdown != "never":
@@ -83,6 +104,8 @@ class ChildSpec:
             "infinity" for a supervisor.
         type: "worker" or "supervisor".
         significant: whether its end may end the supervisor (see Flags.auto_shutdown). Never of a permanent child.
+        watchdog: seconds of its own running time after which a child that does not answer pings is taken for wedged:
+            SIGABRT, which writes its stack to standard error, SIGKILL, restart. None: it is never asked.
         start_timeout: seconds until a child that has not acknowledged its start is killed. None: no limit.
         dies_with_parent: whether the kernel kills the child when its parent dies (Linux). A child that has to clean
             up watches its lifeline instead.
@@ -96,6 +119,7 @@ class ChildSpec:
     type: Literal["worker", "supervisor"] = "worker"
     significant: bool = False
     start_timeout: float | None = 30.0
+    watchdog: float | None = None
     dies_with_parent: bool = True
 
     def __post_init__(self) -> None:
@@ -122,8 +146,12 @@ class ChildSpec:
             raise self._invalid("significant", self.significant)
         if self.significant and self.restart == "permanent":
             raise SpecError(f"child '{self.id}': a permanent child cannot be significant: it never ends for good")
-        if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
-            raise self._invalid("start_timeout", self.start_timeout)
+        for name in ("start_timeout", "watchdog"):
+            value = getattr(self, name)
+            if value is not None and not _is_duration(value):
+                raise self._invalid(name, value)
+        if not isinstance(self.dies_with_parent, bool):
+            raise self._invalid("dies_with_parent", self.dies_with_parent)
 
     def _invalid(self, name: str, value: Any) -> SpecError:
         return SpecError(f"child '{self.id}': invalid {name}: {value!r}")
@@ -164,3 +192,7 @@ def check_significance(spec: ChildSpec, auto_shutdown: AutoShutdown | None) -> N
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from pgflow_otp.otp.exit_reason import ExitReason
-    from pgflow_otp.otp.node import Report
+    from pgflow_otp.otp.operation import Report
 
 #: Where a child is: the ids from the root's child down to it.
 Path: TypeAlias = tuple[str, ...]
@@ -27,8 +27,8 @@ class Hooks:
     def on_message(self, path: Path, message: dict[str, Any]) -> None:
         """A child sent a message that is not the supervisor's own. The path () is the supervisor itself: "dump"."""
 
-    def on_report(self, path: Path, report: Report, pid: int | None) -> None:
-        """Something worth a line in the log happened."""
+    def on_report(self, path: Path, report: Report) -> None:
+        """Something worth a line in the log happened. `path` is the offender's."""
 
     def on_stopping(self) -> None:
         """The whole tree is about to stop."""

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from setproctitle import setproctitle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable, Iterator
 
+#: Whether the kernel can tell of a child's death by a descriptor; else SIGCHLD does.
 HAS_PIDFD = hasattr(os, "pidfd_open")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -179,3 +180,45 @@ def signal_process(pid: int, number: int, *, group: bool = False) -> None:
             os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that is readable once the process is dead; None where the system has none to give."""
+    if not HAS_PIDFD:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None  # An old kernel, a container that forbids it, or no descriptor left: SIGCHLD tells as well.
+
+
+def dead_strangers(known: Container[int]) -> Iterator[int]:
+    """Yield the pids of dead children that nobody here has started: to PID 1 the kernel hands every orphan (160)."""
+    if os.getpid() != 1:
+        return
+    for pid in _children():
+        if pid in known:
+            continue
+        try:
+            dead = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            continue
+        if dead is not None:
+            yield pid
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:
+        return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP or a debugger. False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as status:
+            return status.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False

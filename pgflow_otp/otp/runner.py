@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pgflow_otp.otp import node as ops
+from pgflow_otp.otp import operation as ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pgflow_otp.otp.exit_reason import ExitReason
     from pgflow_otp.otp.hooks import Path
+    from pgflow_otp.otp.node import Node
 
 #: What a call is answered that comes when its node is stopping (87).
 STOPPING = ("error", "stopping")
@@ -39,9 +40,7 @@ class Runner:
         performer: carries out the actions.
     """
 
-    def __init__(
-        self, node: ops.Node, path: Path, parent: tuple[Runner, ops.Child] | None, performer: Performer
-    ) -> None:
+    def __init__(self, node: Node, path: Path, parent: tuple[Runner, ops.Child] | None, performer: Performer) -> None:
         self.node = node
         self.path = path
         self.parent = parent

@@ -5,27 +5,32 @@ All supervisor nodes of one process live in one `Supervisor`; a node nested in a
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pgflow_otp.otp import node as ops
-from pgflow_otp.otp.channel import Channel, ChannelBroken
-from pgflow_otp.otp.child import ChildProcess, start_process
+from pgflow_otp.otp import operation as ops
+from pgflow_otp.otp.child import ChildProcess
 from pgflow_otp.otp.child_spec import ChildSpec, SupervisorSpec
 from pgflow_otp.otp.event_loop import EventLoop, Timer
 from pgflow_otp.otp.exit_reason import START_FAILED, ExitReason
 from pgflow_otp.otp.hooks import Hooks, Path
-from pgflow_otp.otp.process import HAS_PIDFD, ForkError
+from pgflow_otp.otp.node import Node
+from pgflow_otp.otp.process import ForkError
+from pgflow_otp.otp.processes import Processes
 from pgflow_otp.otp.runner import STOPPING, Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from socket import socket
+
+    from pgflow_otp.otp.channel import Channel
 
 #: Seconds the remaining children get when the end is requested a second time (183).
 HURRY = 2.0
+#: Gets the answer to a call.
+Reply: TypeAlias = "Callable[[Any], None]"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
 
@@ -36,6 +41,8 @@ class Supervisor:
         spec: the root supervisor.
         name: name of the tree, shown in titles.
         hooks: is told what happens.
+        signals_escalate: whether a signal that asks for the end hurries when the stop has begun (183). Not where the
+            one above asks by a frame and a signal that mean the same (95).
         clock: monotonic seconds; injected by tests.
 
     Raises:
@@ -48,17 +55,19 @@ class Supervisor:
         *,
         name: str,
         hooks: Hooks | None = None,
+        signals_escalate: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._clock = clock
         self._hooks = hooks or Hooks()
         self._loop = EventLoop(clock)
-        self._root = Runner(ops.Node(spec, clock), (), None, self)
+        self._root = Runner(Node(spec, clock), (), None, self)
         self._resumed: deque[Runner] = deque()
-        self._processes: dict[ChildProcess, Runner] = {}
-        self._lifeline = os.pipe()
+        self._processes = Processes(self._loop, name, self, clock)
+        self._runners: dict[ChildProcess, Runner] = {}
         self._stop_requests = 0
+        self._signals_escalate = signals_escalate
         self._result: ExitReason | None = None
 
     # For the owner of the tree
@@ -86,6 +95,11 @@ class Supervisor:
         """Why the tree ended; None while it runs."""
         return self._result
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the end has been requested."""
+        return self._stop_requests > 0
+
     def stop(self) -> None:
         """Stop everything in order. Again: hurry. A third time: kill (183)."""
         self._stop_requests += 1
@@ -94,62 +108,68 @@ class Supervisor:
             self._root.request_stop(ExitReason("shutdown"))
         elif self._stop_requests == 2:
             for running in self._processes:
-                running.ask(hurry=True)
-                self._watch_channel(running)
-                self._kill_after(running, HURRY)
+                self._processes.ask(running, HURRY, hurry=True)
         else:
             for running in self._processes:
                 running.kill()
 
-    def start_child(self, path: Path, spec: ChildSpec, reply: Callable[[Any], None] | None = None) -> None:
-        """Add a child to the node at `path`. `reply` gets ("ok", info) or ("error", reason)."""
+    # Calls. `reply` gets ("ok", pid, info) or ("error", reason). A child of a dynamic supervisor may be named by the
+    # pid of its process (107).
+
+    def start_child(self, path: Path, spec: ChildSpec, reply: Reply | None = None) -> None:
+        """Add a child to the node at `path`. Errors: "already_started", "already_present", "max_children", or why it
+        did not start (98, 99, 121)."""
         self._call(path, lambda node: node.start_child(spec), reply)
 
-    def terminate_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
-        """Stop one child of the node at `path` and leave it down."""
-        self._call(path, lambda node: node.terminate_child(child_id), reply)
+    def terminate_child(self, path: Path, key: str | int, reply: Reply | None = None) -> None:
+        """Stop one child of the node at `path` and leave it down. Error: "not_found" (100, 108)."""
+        self._call(path, lambda node: node.terminate_child(key), reply)
 
-    def restart_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
-        """Start a child that is down. `reply` gets ("ok", info), or ("error", reason): "not_found", "running",
-        "restarting", or why it did not start (101)."""
-        self._call(path, lambda node: node.restart_child(child_id), reply)
+    def restart_child(self, path: Path, key: str | int, reply: Reply | None = None) -> None:
+        """Start a child that is down. Errors: "not_found", "running", "restarting", or why it did not start (101)."""
+        self._call(path, lambda node: node.restart_child(key), reply)
 
-    def delete_child(self, path: Path, child_id: str, reply: Callable[[Any], None] | None = None) -> None:
-        """Forget a child that is down. `reply` gets ("ok", None), or ("error", reason) as of restart_child (102)."""
-        self._call(path, lambda node: node.delete_child(child_id), reply)
+    def delete_child(self, path: Path, key: str | int, reply: Reply | None = None) -> None:
+        """Forget a child that is down. Errors: "not_found", "running", "restarting" (102)."""
+        self._call(path, lambda node: node.delete_child(key), reply)
 
     def count_children(self, path: Path = ()) -> dict[str, int]:
         """Count the children of the node at `path`: specs, active, supervisors, workers (104). Empty: no such node."""
         runner = self._runner(path)
         return runner.node.count_children() if runner is not None else {}
 
-    def get_child_spec(self, path: Path) -> ChildSpec | None:
+    def get_child_spec(self, path: Path, key: str | int) -> ChildSpec | None:
         """Return the specification of a child, every field filled in (13); None when there is no such child."""
-        runner = self._runner(path[:-1]) if path else None
-        child = runner.node.find(path[-1]) if runner is not None else None
+        child = self._child(path, key)
         return child.spec if child is not None else None
+
+    def which_children(self) -> list[dict[str, Any]]:
+        """Return the tree as nested dicts, in the order of start: id, type, state, pid, restarts, uptime in seconds,
+        info (what it acknowledged with), children (103)."""
+        return self._which(self._root)
+
+    def which_child(self, path: Path, key: str | int) -> dict[str, Any] | None:
+        """Return one child as `which_children` shows it; None when there is no such child (103)."""
+        child = self._child(path, key)
+        return self._shown(child) if child is not None else None
 
     def send(self, path: Path, message: str, **content: Any) -> bool:
         """Send a message to a running child; False when it does not run. Never blocks."""
-        runner = self._runner(path[:-1])
-        child = runner.node.find(path[-1]) if runner is not None else None
+        child = self._child(path[:-1], path[-1])
         if child is None or not isinstance(child.handle, ChildProcess):
             return False
-        child.handle.channel.send({"m": message, **content})
-        self._watch_channel(child.handle)
+        self._processes.send(child.handle, message, **content)
         return True
 
-    def which_children(self) -> list[dict[str, Any]]:
-        """Return the tree as nested dicts: id, type, state, pid, restarts, uptime, children (103)."""
-        return self._which(self._root)
+    # For the owner's own descriptors and times
 
-    def attach(self, channel: Channel, on_readable: Callable[[], None]) -> None:
-        """Watch a channel of the owner's."""
-        self._loop.watch(channel.fileno(), on_readable)
+    def attach(self, source: Channel | socket | int, on_ready: Callable[[], None], *, write: bool = False) -> None:
+        """Call back whenever a descriptor of the owner's is readable, or writable. Again: change what is watched."""
+        self._loop.watch(_descriptor(source), on_ready, write=write)
 
-    def detach(self, channel: Channel) -> None:
+    def detach(self, source: Channel | socket | int) -> None:
         """Watch it no longer; before it is closed."""
-        self._loop.unwatch(channel.fileno())
+        self._loop.unwatch(_descriptor(source))
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call back once, so many seconds from now."""
@@ -163,38 +183,32 @@ class Supervisor:
     def start(self, runner: Runner, child: ops.Child) -> None:
         spec = child.spec
         if isinstance(spec.start, SupervisorSpec):
-            nested = Runner(ops.Node(spec.start, self._clock), (*runner.path, spec.id), (runner, child), self)
+            nested = Runner(Node(spec.start, self._clock), (*runner.path, spec.id), (runner, child), self)
             child.handle = nested
             nested.enqueue(nested.node.boot())
             return
         try:
-            running = start_process(child, f"pgflow-otp: {spec.id} [{self.name}]", self._lifeline[0], self._clock())
+            running = self._processes.start(child, runner.node.spec.extra_args)
         except (ForkError, OSError) as error:
-            child.handle = None
             runner.child_started(child, ops.StartFailed(ExitReason("start_failed", info=str(error))))
             return
-        child.handle = running
-        self._processes[running] = runner
-        self._watch_channel(running)
-        if running.pidfd is not None:
-            self._loop.watch(running.pidfd, lambda: self._check(running))
-        if spec.start_timeout is not None:
-            running.deadline = self._loop.after(spec.start_timeout, running.start_timed_out)
+        child.handle, child.pid = running, running.pid
+        self._runners[running] = runner
 
     def stop_child(self, child: ops.Child) -> None:
         handle, shutdown = child.handle, child.spec.shutdown
+        seconds = shutdown / 1000 if isinstance(shutdown, int) else None
         if isinstance(handle, Runner):
+            if shutdown == "brutal_kill":
+                self._kill_below(handle)
             handle.request_stop(ExitReason("shutdown"))
-            if isinstance(shutdown, int):
-                self._loop.after(shutdown / 1000, lambda: self._kill_below(handle))
+            if seconds is not None:
+                self._loop.after(seconds, lambda: self._kill_below(handle))
         elif not handle.acknowledged or shutdown == "brutal_kill":
             handle.asked = True
             handle.kill()
         elif not handle.asked:
-            handle.ask()
-            self._watch_channel(handle)
-            if isinstance(shutdown, int):
-                self._kill_after(handle, shutdown / 1000)
+            self._processes.ask(handle, seconds)
 
     def booted(self, runner: Runner) -> None:
         if runner.parent is None:
@@ -214,37 +228,27 @@ class Supervisor:
             parent.child_died(child, reason)
 
     def report(self, runner: Runner, report: ops.Report) -> None:
-        handle = report.child.handle
-        pid = handle.pid if isinstance(handle, ChildProcess) else None
-        self._hooks.on_report((*runner.path, report.child.spec.id), report, pid)
-
-    def _kill_after(self, running: ChildProcess, seconds: float) -> None:
-        running.cancel_deadline()
-        running.deadline = self._loop.after(seconds, running.kill)
+        self._hooks.on_report((*runner.path, report.child.spec.id), report)
 
     def _kill_below(self, runner: Runner) -> None:
         if not runner.has_exited:
-            for running, owner in self._processes.items():
+            for running, owner in list(self._runners.items()):
                 if owner.path[: len(runner.path)] == runner.path:
                     running.kill()
 
     # What happened to the processes
 
-    def _check(self, running: ChildProcess) -> None:
-        """Reap a child if it is dead. Its last frames come first."""
-        status = running.try_reap()
-        if status is None:
-            return
-        self._read(running)
-        reason = ExitReason(status.kind, status.code, status.core, running.last_word or status.info)
-        runner, child = self._processes.pop(running), running.child
-        running.cancel_deadline()
-        if running.pidfd is not None:
-            self._loop.unwatch(running.pidfd)
-        self._loop.unwatch(running.channel.fileno())
-        running.close()
-        child.handle = None
+    def process_ready(self, running: ChildProcess) -> None:
+        runner, child = self._runners[running], running.child
+        self._hooks.on_start((*runner.path, child.spec.id), running.info)
+        runner.child_started(child, ops.Started(running.info, running.pid))
 
+    def process_said(self, running: ChildProcess, message: dict[str, Any]) -> None:
+        self._hooks.on_message((*self._runners[running].path, running.child.spec.id), message)
+
+    def process_ended(self, running: ChildProcess, reason: ExitReason) -> None:
+        runner, child = self._runners.pop(running), running.child
+        child.handle = None
         if running.acknowledged:
             path = (*runner.path, child.spec.id)
             self._hooks.on_exit(path, reason, running.info, requested=running.asked)
@@ -255,71 +259,29 @@ class Supervisor:
         else:
             runner.child_started(child, running.start_outcome(reason))
 
-    def _read(self, running: ChildProcess) -> None:
-        try:
-            frames = running.channel.receive()
-        except ChannelBroken as error:
-            running.last_word = f"sent garbage: {error}"
-            running.kill()
-            frames = []
-        if not running.channel.is_open:
-            self._loop.unwatch(running.channel.fileno())
-        for message, _ in frames:
-            self._message(running, message)
-
-    def _message(self, running: ChildProcess, message: dict[str, Any]) -> None:
-        runner, child = self._processes[running], running.child
-        if running.noted(message):
-            return
-        path = (*runner.path, child.spec.id)
-        if message.get("m") != "ready":
-            self._hooks.on_message(path, message)
-        elif not running.acknowledged and not running.killed:
-            running.acknowledged = True
-            running.info = message.get("info") or {}
-            running.cancel_deadline()
-            self._hooks.on_start(path, running.info)
-            runner.child_started(child, ops.Started(running.info))
-
-    def _watch_channel(self, running: ChildProcess) -> None:
-        if running.channel.is_open:
-            descriptor, write = running.channel.fileno(), running.channel.has_unsent
-            self._loop.watch(descriptor, lambda: self._serve_channel(running), write=write)
-
-    def _serve_channel(self, running: ChildProcess) -> None:
-        running.channel.flush()
-        self._read(running)
-        self._watch_channel(running)
-
     def _signals_arrived(self, numbers: bytes) -> None:
         # Our own signals before the deaths of children: a signal to the whole group must not lead to restarts (186).
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                self.stop()
+                if self._signals_escalate or not self.is_stopping:
+                    self.stop()
             elif number == signal.SIGUSR1:
                 self._hooks.on_message((), {"m": "dump"})
-        if not HAS_PIDFD and signal.SIGCHLD in numbers:
-            for running in list(self._processes):
-                self._check(running)
+        if signal.SIGCHLD in numbers:
+            self._processes.check_unwatched()
 
     def _close(self) -> None:
-        for running in self._processes:
-            running.kill()
-            running.close()
-        for descriptor in self._lifeline:
-            os.close(descriptor)
+        self._processes.close()
         self._loop.close()
 
     # Looking things up
 
-    def _call(
-        self, path: Path, operation: Callable[[ops.Node], ops.Operation], reply: Callable[[Any], None] | None
-    ) -> None:
+    def _call(self, path: Path, operation: Callable[[Node], ops.Operation], reply: Reply | None) -> None:
         runner = self._runner(path)
         if runner is not None:
             runner.enqueue(operation(runner.node), reply)
         elif reply is not None:
-            reply(STOPPING)
+            reply(("error", "not_found") if self._result is None and not self.is_stopping else STOPPING)
 
     def _runner(self, path: Path) -> Runner | None:
         runner = self._root
@@ -329,6 +291,10 @@ class Supervisor:
                 return None
             runner = child.handle
         return runner
+
+    def _child(self, path: Path, key: str | int) -> ops.Child | None:
+        runner = self._runner(path)
+        return runner.node.find(key) if runner is not None else None
 
     def _which(self, runner: Runner) -> list[dict[str, Any]]:
         return [self._shown(child) for child in runner.node.children]
@@ -347,3 +313,7 @@ class Supervisor:
         elif isinstance(child.handle, Runner):
             shown["children"] = self._which(child.handle)
         return shown
+
+
+def _descriptor(source: Channel | socket | int) -> int:
+    return source if isinstance(source, int) else source.fileno()

@@ -29,7 +29,7 @@ from pgflow_otp.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgflow_otp.otp import node as ops
+    from pgflow_otp.otp import operation as ops
 
 WORKERS: Path = ("workers",)
 
@@ -189,16 +189,9 @@ class Root(Hooks):
         else:
             logger.debug(f"unknown message from {'/'.join(path)}: {name}")
 
-    def on_report(self, path: Path, report: ops.Report, pid: int | None) -> None:
-        who = "/".join(path)
-        if report.context == "progress":
-            logger.info(f"{who}: {report.reason} (pid {pid})")
-        elif report.context == "shutdown":
-            logger.error(f"{who}: {report.reason}; giving up")
-        elif report.context == "shutdown_error":
-            logger.warning(f"{who}: did not stop cleanly: {report.reason}")
-        else:
-            logger.error(f"{who}: {report.context}: {report.reason}")
+    def on_report(self, path: Path, report: ops.Report) -> None:
+        bound = logger.bind(supervisor="/".join(path[:-1]) or "root", offender=report.offender())
+        bound.log(report.level, f"{'/'.join(path)}: {report.line()}")
 
     def on_stopping(self) -> None:
         self._stopping = True

@@ -16,6 +16,88 @@ if TYPE_CHECKING:
 def obedient(context: ChildContext) -> int:
     """Acknowledge, then leave when asked."""
     context.ready(pid=os.getpid())
+    return obeying(context)
+
+
+def wedged(context: ChildContext) -> int:
+    """Acknowledge, then answer nothing; a SIGTERM would end it."""
+    context.ready(pid=os.getpid())
+    while True:
+        time.sleep(3600)
+
+
+def answering(context: ChildContext) -> int:
+    """Acknowledge, answer pings, leave when asked."""
+    context.ready(pid=os.getpid())
+    while True:
+        select.select([context.channel], [], [])
+        for message, _ in context.channel.receive():
+            if message["m"] == "shutdown":
+                return 0
+            if message["m"] == "ping":
+                context.send("pong")
+                context.send("answered")
+
+
+def hiding(context: ChildContext) -> int:
+    """Acknowledge, then take no notice of anything and let go of everything its supervisor holds it by."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context.ready(pid=os.getpid())
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    os.closerange(3, 100)
+    while True:
+        time.sleep(3600)
+
+
+def told(context: ChildContext, *arguments: object) -> int:
+    """Acknowledge with the arguments it got."""
+    context.ready(pid=os.getpid(), arguments=list(arguments))
+    return obeying(context)
+
+
+def garbling(context: ChildContext) -> int:
+    """Acknowledge, then send something that is no frame."""
+    context.ready(pid=os.getpid())
+    context.channel.socket.setblocking(True)
+    context.channel.socket.sendall(b"\xff" * 64)
+    return obeying(context)
+
+
+def leaving(context: ChildContext, status: int) -> int:
+    """Leave by itself, with a status, as soon as anybody is asked to leave: the moment another one of its kind does."""
+    context.ready(pid=os.getpid())
+    while True:
+        select.select([context.channel], [], [])
+        for message, _ in context.channel.receive():
+            if message["m"] in ("leave", "shutdown"):
+                return status if message["m"] == "leave" else 0
+
+
+def gated(context: ChildContext, gate: str) -> int:
+    """Ask for permission in its init: a file that holds `ready`, `fail` or `ignore`, once for each start."""
+    context.send("waiting")
+    while True:
+        try:
+            with open(gate) as file:
+                word = file.read()
+            os.unlink(gate)
+            break
+        except FileNotFoundError:
+            time.sleep(0.005)
+    if word == "fail":
+        context.fail("no permission")
+        return 1
+    if word == "ignore":
+        context.ignore()
+        return 0
+    context.ready(pid=os.getpid())
+    return obeying(context)
+
+
+def obeying(context: ChildContext) -> int:
+    """Leave when asked."""
     while True:
         select.select([context.channel], [], [])
         for message, _ in context.channel.receive():

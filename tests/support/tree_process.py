@@ -12,19 +12,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pgflow_otp.otp import process
 from pgflow_otp.otp.channel import Channel
-from pgflow_otp.otp.child_spec import ChildSpec, Flags, SupervisorSpec
+from pgflow_otp.otp.child_spec import ChildSpec, Flags, SpecError, SupervisorSpec
 from pgflow_otp.otp.hooks import Hooks
+from pgflow_otp.otp.nested import run_supervisor
 from pgflow_otp.otp.supervisor import Supervisor
 from support import children
 from support.processes import PATIENCE
 
 if TYPE_CHECKING:
     from pgflow_otp.otp.exit_reason import ExitReason
-    from pgflow_otp.otp.node import Report
+    from pgflow_otp.otp.operation import Report
 
 
 def trees(name: str, argument: str) -> SupervisorSpec:
@@ -51,7 +54,35 @@ def trees(name: str, argument: str) -> SupervisorSpec:
         nested = ChildSpec(id="inner", start=inner, type="supervisor")
         return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=3, period=60), children=[a, nested])
     if name == "dynamic":
-        return SupervisorSpec(dynamic=True)
+        return SupervisorSpec(dynamic=True, flags=Flags(intensity=1000, period=60))
+    if name == "crowded":
+        return SupervisorSpec(dynamic=True, max_children=2, extra_args=("extra",))
+    if name == "watched":
+        wedged = ChildSpec(id="w", start=children.wedged, watchdog=0.4)
+        answering = ChildSpec(id="a", start=children.answering, watchdog=0.4)
+        return SupervisorSpec(flags=Flags(intensity=1000, period=60), children=[answering, wedged])
+    if name == "answering":
+        return SupervisorSpec(children=[ChildSpec(id="a", start=children.answering, watchdog=0.4)])
+    if name == "hiding":
+        return SupervisorSpec(children=[ChildSpec(id="h", start=children.hiding, shutdown=200)])
+    if name == "garbling":
+        return SupervisorSpec(flags=Flags(intensity=0), children=[ChildSpec(id="g", start=children.garbling)])
+    if name in ("gated_one_for_one", "gated_rest_for_one", "gated_one_for_all"):
+        gated = ChildSpec(id="g", start=children.gated, args=(argument,), restart="transient")
+        strategy = name.removeprefix("gated_")
+        return SupervisorSpec(flags=Flags(strategy=strategy, intensity=1000, period=60), children=[a, gated, c])  # type: ignore[arg-type]
+    if name == "separate":
+        inner = SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=1, period=60), children=[b, c])
+        nested = ChildSpec(
+            id="inner", start=run_supervisor, args=(inner,), type="supervisor", dies_with_parent=argument == "dies"
+        )
+        return SupervisorSpec(flags=Flags(intensity=3, period=60), children=[a, nested])
+    if name in ("any_significant", "all_significant"):
+        flags = Flags(auto_shutdown=name, intensity=1000)  # type: ignore[arg-type]
+        significant = [
+            ChildSpec(id=i, start=children.leaving, args=(0,), restart="transient", significant=True) for i in "st"
+        ]
+        return SupervisorSpec(flags=flags, children=[a, *significant])
     if name == "unlucky":
         unlucky = ChildSpec(id="u", start=children.second_time_unlucky, args=(argument,))
         return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=4, period=60), children=[a, unlucky])
@@ -82,7 +113,7 @@ class Telling(Hooks):
     def on_message(self, path: tuple[str, ...], message: dict[str, Any]) -> None:
         self.tell("message", path=path, message=message)
 
-    def on_report(self, path: tuple[str, ...], report: Report, pid: int | None) -> None:
+    def on_report(self, path: tuple[str, ...], report: Report) -> None:
         self.tell("report", path=path, context=report.context, reason=report.reason)
 
     def on_stopping(self) -> None:
@@ -93,20 +124,43 @@ def main() -> None:
     """Run the tree named on the command line."""
     import socket
 
+    process.HAS_PIDFD = process.HAS_PIDFD and "PGFLOW_TEST_NO_PIDFD" not in os.environ
     name, argument, descriptor = sys.argv[1], sys.argv[2], int(sys.argv[3])
     hooks = Telling()
     supervisor = Supervisor(trees(name, argument), name="test", hooks=hooks)
     channel = Channel(socket.socket(fileno=descriptor))
 
+    def answered(answer: Any) -> None:
+        hooks.tell("answer", answer=answer)
+
     def commanded() -> None:
         for message, _ in channel.receive():
+            path = tuple(message.get("path", ()))
             if message["m"] == "which":
                 hooks.tell("which", children=supervisor.which_children())
+            elif message["m"] == "count":
+                hooks.tell("count", **supervisor.count_children())
             elif message["m"] == "start":
-                spec = ChildSpec(id=message["id"], start=getattr(children, message["start"]), restart="transient")
-                supervisor.start_child((), spec, lambda answer: hooks.tell("answer", answer=answer))
-            elif message["m"] == "terminate":
-                supervisor.terminate_child((), message["id"], lambda answer: hooks.tell("answer", answer=answer))
+                fields = {"restart": "transient", **message.get("fields", {})}
+                fields["args"] = tuple(fields.get("args", ()))
+                try:
+                    spec = ChildSpec(id=message["id"], start=getattr(children, message["start"]), **fields)
+                except SpecError as error:
+                    answered(("error", str(error)))
+                    continue
+                supervisor.start_child(path, spec, answered)
+            elif message["m"] in ("terminate", "restart", "delete"):
+                getattr(supervisor, f"{message['m']}_child")(path, message["id"], answered)
+            elif message["m"] == "spec":
+                spec_found = supervisor.get_child_spec(path, message["id"])
+                hooks.tell(
+                    "spec",
+                    fields=None
+                    if spec_found is None
+                    else {f.name: getattr(spec_found, f.name) for f in fields_of(ChildSpec) if f.name != "start"},
+                )
+            elif message["m"] == "send":
+                supervisor.send((*path, message["id"]), message["what"])
         if not channel.is_open:
             supervisor.detach(channel)
             channel.close()
@@ -120,14 +174,16 @@ def main() -> None:
 class Tree:
     """The test's side: a running tree, and what it has told."""
 
-    def __init__(self, name: str, argument: str = "") -> None:
+    def __init__(self, name: str, argument: str = "", *, prefix: tuple[str, ...] = (), **environment: str) -> None:
         import socket
 
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.tree_process", name, argument, str(theirs.fileno())],
+            [*prefix, sys.executable, "-m", "support.tree_process", name, argument, str(theirs.fileno())],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if environment.pop("PIPE_STDERR", None) else None,
+            env={**os.environ, **environment},
             pass_fds=(theirs.fileno(),),
             cwd=Path(__file__).parent.parent,
         )
@@ -143,8 +199,9 @@ class Tree:
             self.process.kill()
         self.process.wait()
         self._channel.close()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
 
     def expect(self, event: str, **content: Any) -> dict[str, Any]:
         """Read on until an event with this content; return it. Those before it are kept in `events`."""
@@ -167,6 +224,11 @@ class Tree:
 
     def ask(self, message: str, **content: Any) -> None:
         self._channel.send({"m": message, **content})
+
+    def call(self, message: str, **content: Any) -> Any:
+        """Make a call and return its answer: ["ok", pid, info] or ["error", reason]."""
+        self.ask(message, **content)
+        return self.expect("answer")["answer"]
 
     def which(self) -> dict[str, Any]:
         """Return the children by id, nested ones flattened."""
