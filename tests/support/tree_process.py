@@ -243,6 +243,11 @@ class Tree:
         walk(self.expect("which")["children"])
         return found
 
+    def count(self) -> dict[str, int]:
+        """Return what count_children says."""
+        self.ask("count")
+        return {k: v for k, v in self.expect("count").items() if k != "event"}
+
     def pids(self) -> dict[str, int]:
         return {child: shown["pid"] for child, shown in self.which().items() if shown["pid"]}
 
