@@ -21,7 +21,11 @@ Frame = tuple[dict[str, Any], bytes]
 
 
 class ChannelBroken(Exception):
-    """The other end sent something that is no frame."""
+    """The other end sent something that is no frame. `frames` came before it, and count."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.frames: list[Frame] = []
 
 
 def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
@@ -71,6 +75,9 @@ class FrameReader:
                     raise ChannelBroken(f"a header that is no object: {header!r}")
                 frames.append((header, bytes(view[body + head_length : end])))
                 start = end
+        except ChannelBroken as error:
+            error.frames = frames
+            raise
         finally:
             view.release()
         del self._buffer[:start]
@@ -140,8 +147,9 @@ class Channel:
                 break
             try:
                 frames += self._reader.feed(data)
-            except ChannelBroken:
+            except ChannelBroken as error:
                 self.is_open = False
+                error.frames = frames + error.frames
                 raise
             if len(data) < 65_536:
                 break
@@ -150,9 +158,10 @@ class Channel:
     def receive_messages(self) -> list[dict[str, Any]]:
         """Return the headers of what has arrived. Garbage ends the channel, as its end does."""
         try:
-            return [header for header, _ in self.receive()]
-        except ChannelBroken:
-            return []
+            frames = self.receive()
+        except ChannelBroken as error:
+            frames = error.frames
+        return [header for header, _ in frames]
 
     def close(self) -> None:
         """Close this end. May be called again."""

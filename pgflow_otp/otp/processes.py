@@ -122,13 +122,17 @@ class Processes:
         try:
             frames = running.channel.receive()
         except ChannelBroken as error:
-            running.last_word = f"sent garbage: {error}"
-            running.kill()
-            frames = []
+            frames = error.frames
+            garbage = f"sent garbage: {error}"
+        else:
+            garbage = ""
         if not running.channel.is_open:
             self._loop.unwatch(running.channel.fileno())
         for message, _ in frames:
             self._message(running, message)
+        if garbage:
+            running.last_word = garbage
+            running.kill()
 
     def _message(self, running: ChildProcess, message: dict[str, Any]) -> None:
         if running.noted(message):

@@ -237,10 +237,13 @@ class Slot:
         try:
             frames = self._channel.receive()
         except ChannelBroken as error:
-            frames = []
-            self.end(Outcome("failed", error=f"the handler process wrote garbage to its channel: {error}"))
+            frames, garbage = error.frames, f"the handler process wrote garbage to its channel: {error}"
+        else:
+            garbage = ""
         for header, payload in frames:
             self._said(header, payload)
+        if garbage:
+            self.end(Outcome("failed", error=garbage))
         if self._channel is not None and not self._channel.is_open:
             # Not a death by itself: a handler may have closed it. The kernel or the forkserver tells.
             self._unwatch_channel()

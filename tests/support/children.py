@@ -26,6 +26,12 @@ def wedged(context: ChildContext) -> int:
         time.sleep(3600)
 
 
+def wedged_hard(context: ChildContext) -> int:
+    """As `wedged`, and SIGABRT does not end it."""
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    return wedged(context)
+
+
 def answering(context: ChildContext) -> int:
     """Acknowledge, answer pings, leave when asked."""
     context.ready(pid=os.getpid())

@@ -55,10 +55,18 @@ def trees(name: str, argument: str) -> SupervisorSpec:
         return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=3, period=60), children=[a, nested])
     if name == "dynamic":
         return SupervisorSpec(dynamic=True, flags=Flags(intensity=1000, period=60))
+    if name == "dynamic_static":
+        return SupervisorSpec(flags=Flags(intensity=1000, period=60))
+    if name == "storm":
+        return SupervisorSpec(
+            flags=Flags(intensity=1_000_000, period=60),
+            children=[a, ChildSpec(id="u", start=children.second_time_unlucky, args=(argument,))],
+        )
     if name == "crowded":
         return SupervisorSpec(dynamic=True, max_children=2, extra_args=("extra",))
-    if name == "watched":
-        wedged = ChildSpec(id="w", start=children.wedged, watchdog=0.4)
+    if name in ("watched", "watched_hard"):
+        start = children.wedged if name == "watched" else children.wedged_hard
+        wedged = ChildSpec(id="w", start=start, watchdog=0.4)
         answering = ChildSpec(id="a", start=children.answering, watchdog=0.4)
         return SupervisorSpec(flags=Flags(intensity=1000, period=60), children=[answering, wedged])
     if name == "answering":
@@ -114,7 +122,7 @@ class Telling(Hooks):
         self.tell("message", path=path, message=message)
 
     def on_report(self, path: tuple[str, ...], report: Report) -> None:
-        self.tell("report", path=path, context=report.context, reason=report.reason)
+        self.tell("report", path=path, context=report.context, reason=report.reason, count=report.count)
 
     def on_stopping(self) -> None:
         self.tell("stopping")
@@ -261,6 +269,18 @@ class Tree:
         """Stop the tree with SIGTERM; return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return int(self.expect("ended")["status"])
+
+    def nested(self, message: str) -> list[str]:
+        """Return the children that a supervisor in a process of its own has told of, in order."""
+        told = [e["message"] for e in self.events if e["event"] == "message"]
+        return [m["path"][-1] for m in told if m["m"] == message]
+
+    def expect_nested(self, message: str, child: str) -> None:
+        """Read on until such a supervisor tells of a child."""
+        while True:
+            told = self.expect("message")["message"]
+            if told["m"] == message and told["path"][-1] == child:
+                return
 
     def order(self, *kinds: str) -> list[str]:
         """Return what happened so far, as words, only these kinds of event."""
