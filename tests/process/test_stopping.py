@@ -132,7 +132,7 @@ def test_a_supervisor_stops_when_its_parent_is_gone(argument: str, token: str) -
 
 def test_a_wedged_child_shows_its_stack_and_is_replaced() -> None:
     """A child that answers pings is left alone meanwhile, and so is one that is stopped and goes on."""
-    with Tree("watched", PIPE_STDERR="1") as tree:
+    with Tree("watched", keep_stderr=True) as tree:
         tree.expect("boot")
         died = tree.expect("exit", path=["w"])
         assert "SIGABRT" in died["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import sys
@@ -30,6 +31,46 @@ def wedged_hard(context: ChildContext) -> int:
     """As `wedged`, and SIGABRT does not end it."""
     signal.signal(signal.SIGABRT, signal.SIG_IGN)
     return wedged(context)
+
+
+def orphaning(context: ChildContext) -> int:
+    """Leave a process behind whose parent is dead, and which dies soon after."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(0.005)
+            os.write(write, str(os.getppid()).encode())
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+    context.ready(pid=os.getpid(), ppid=int(os.read(read, 20)))
+    return obeying(context)
+
+
+def signals(context: ChildContext) -> int:
+    """Tell what is left of the parent's signal handling."""
+    numbers = [n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)]
+    context.ready(
+        blocked=sorted(int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        handled=sorted(int(n) for n in numbers if callable(signal.getsignal(n))),
+        ignored=sorted(int(n) for n in numbers if signal.getsignal(n) == signal.SIG_IGN),
+        wakeup=signal.set_wakeup_fd(-1),
+    )
+    return obeying(context)
+
+
+def late(context: ChildContext) -> int:
+    """Tell its pid and never acknowledge."""
+    context.send("here", pid=os.getpid())
+    return sleepy(context)
+
+
+def rolling(context: ChildContext) -> int:
+    """Tell a random number."""
+    context.ready(number=random.random())
+    return obeying(context)
 
 
 def answering(context: ChildContext) -> int:

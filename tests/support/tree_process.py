@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -62,6 +63,16 @@ def trees(name: str, argument: str) -> SupervisorSpec:
             flags=Flags(intensity=1_000_000, period=60),
             children=[a, ChildSpec(id="u", start=children.second_time_unlucky, args=(argument,))],
         )
+    if name == "thief":
+        return SupervisorSpec(children=[ChildSpec(id="t", start=children.obedient)])
+    if name == "orphaning":
+        return SupervisorSpec(children=[ChildSpec(id="o", start=children.orphaning), a])
+    if name == "starving":
+        return SupervisorSpec(flags=Flags(intensity=2, period=60), children=[a])
+    if name == "default_signals":
+        return SupervisorSpec(children=[ChildSpec(id="s", start=children.signals)])
+    if name == "late":
+        return SupervisorSpec(children=[ChildSpec(id="l", start=children.late)])
     if name == "crowded":
         return SupervisorSpec(dynamic=True, max_children=2, extra_args=("extra",))
     if name in ("watched", "watched_hard"):
@@ -167,6 +178,15 @@ def main() -> None:
                     if spec_found is None
                     else {f.name: getattr(spec_found, f.name) for f in fields_of(ChildSpec) if f.name != "start"},
                 )
+            elif message["m"] == "starve":
+                if os.getuid() == 0:
+                    os.setresuid(65534, 65534, 65534)  # The limit is none for root.
+                resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+            elif message["m"] == "steal":
+                shown = supervisor.which_child(path, message["id"])
+                assert shown is not None
+                os.kill(shown["pid"], signal.SIGKILL)
+                os.waitpid(shown["pid"], 0)
             elif message["m"] == "send":
                 supervisor.send((*path, message["id"]), message["what"])
         if not channel.is_open:
@@ -182,7 +202,15 @@ def main() -> None:
 class Tree:
     """The test's side: a running tree, and what it has told."""
 
-    def __init__(self, name: str, argument: str = "", *, prefix: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        argument: str = "",
+        *,
+        prefix: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        keep_stderr: bool = False,
+    ) -> None:
         import socket
 
         ours, theirs = socket.socketpair()
@@ -190,8 +218,8 @@ class Tree:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "support.tree_process", name, argument, str(theirs.fileno())],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if environment.pop("PIPE_STDERR", None) else None,
-            env={**os.environ, **environment},
+            stderr=subprocess.PIPE if keep_stderr else None,
+            env={**os.environ, **(environment or {})},
             pass_fds=(theirs.fileno(),),
             cwd=Path(__file__).parent.parent,
         )
