@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Seconds beyond drain and kill grace that a worker gets to record what it was doing.
 DRAIN_MARGIN = 6.0
+#: Seconds of its own running time after which a worker that does not answer is taken for wedged.
+WEDGED_AFTER = 60.0
 
 
 def tree_spec(targets: tuple[str, ...], search_path: tuple[str, ...], dsn: str, settings: Settings) -> SupervisorSpec:
@@ -53,6 +55,7 @@ def worker_spec(slug: str, target: str, search_path: tuple[str, ...], dsn: str, 
         args=(WorkerConfig(slug, target, search_path, dsn, settings),),
         restart="transient",
         shutdown=int((settings.drain_timeout + settings.kill_grace + DRAIN_MARGIN) * 1000),
+        watchdog=WEDGED_AFTER,
         # It hands its tasks back when the root dies, instead of dying with it; its lifeline tells.
         dies_with_parent=False,
     )

@@ -268,6 +268,8 @@ class Worker:
         for message in messages:
             if message["m"] == "shutdown":
                 self._hurry() if message.get("hurry") else self._drain()
+            elif message["m"] == "ping":
+                channel.send({"m": "pong"})
             elif message["m"] == "poll_now":
                 self._timer.found()
                 self._wake.set()

@@ -1,0 +1,249 @@
+"""The pure core against an independent model of OTP: random children, random events, the same trace.
+
+The model is written the slow and obvious way, over plain lists and without generators, from the numbered statements
+alone. It shares no code with the core. A world decides for both what each start comes to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pgflow_otp.otp.child_spec import ChildSpec, Flags, SupervisorSpec
+from pgflow_otp.otp.exit_reason import ExitReason
+from pgflow_otp.otp.node import Node
+from pgflow_otp.otp.operation import Exit, Ignored, Later, Operation, Reply, Report, Start, Started, StartFailed, Stop
+
+STRATEGIES = ("one_for_one", "one_for_all", "rest_for_one")
+PERIOD = 5.0
+
+#: (what, child, reason, outcomes of the starts that follow, seconds that have gone by)
+Event = tuple[str, str, str, list[str], float]
+
+events = st.tuples(
+    st.sampled_from(["exit", "exit", "exit", "exit", "terminate", "restart", "delete", "start", "retry"]),
+    st.sampled_from("abcdx"),
+    st.sampled_from(["crash", "crash", "normal"]),
+    st.lists(st.sampled_from(["ok", "ok", "fail", "ignore"]), max_size=4),
+    st.sampled_from([0.0, 1.0, 2.5, 5.0, 6.0]),
+)
+kinds = st.lists(st.sampled_from(["permanent", "transient", "temporary"]), min_size=1, max_size=4)
+
+
+def start(context: Any) -> None: ...
+
+
+@dataclass
+class World:
+    """What happens outside: the time, and what becomes of a start. "ok" when nothing else was decided."""
+
+    now: float = 0.0
+    outcomes: list[str] = field(default_factory=list)
+
+    def next(self) -> str:
+        return self.outcomes.pop(0) if self.outcomes else "ok"
+
+
+@dataclass
+class Kid:
+    name: str
+    restart: str
+    state: str = "undefined"
+
+
+class Model:
+    """OTP, from the statements."""
+
+    def __init__(self, strategy: str, intensity: int, kinds: list[str], world: World) -> None:
+        self.strategy, self.intensity, self.world = strategy, intensity, world
+        self.kids = [Kid(name, kind) for name, kind in zip("abcd", kinds, strict=False)]
+        self.restarts: list[float] = []
+        self.retries: list[str] = []
+        self.trace: list[str] = []
+        self.over = False
+        for kid in list(self.kids):
+            self.start(kid)
+
+    def get(self, name: str) -> Kid | None:
+        return next((k for k in self.kids if k.name == name), None)
+
+    def start(self, kid: Kid) -> bool:
+        self.trace.append(f"start {kid.name}")
+        outcome = self.world.next()
+        kid.state = "running" if outcome == "ok" else "undefined"
+        if outcome == "ignore" and kid.restart == "temporary":
+            self.kids.remove(kid)  # 20
+        return outcome != "fail"
+
+    def stop(self, kid: Kid) -> None:
+        if kid.state == "running":
+            self.trace.append(f"stop {kid.name}")
+        kid.state = "undefined"
+        if kid.restart == "temporary":
+            self.kids.remove(kid)  # 36, 100
+
+    def exit(self, kid: Kid, reason: str) -> None:
+        if kid.state != "running":
+            return
+        kid.state = "undefined"
+        if kid.restart == "temporary":
+            self.kids.remove(kid)  # 35
+            if reason == "crash":
+                self.trace.append(f"child_terminated {kid.name}")
+        elif kid.restart == "permanent" or reason == "crash":  # 33, 34
+            self.trace.append(f"child_terminated {kid.name}")
+            self.bring_back(kid)
+
+    def bring_back(self, kid: Kid) -> None:
+        now = self.world.now
+        self.restarts = [t for t in [*self.restarts, now] if t >= now - PERIOD]  # 59
+        if len(self.restarts) > self.intensity:  # 58, 65
+            self.trace.append(f"shutdown {kid.name}")
+            kid.state = "undefined"
+            for other in reversed(list(self.kids)):
+                self.stop(other)
+            self.trace.append("exit")
+            self.over = True
+            return
+        where = self.kids.index(kid)
+        affected = {"one_for_one": [kid], "one_for_all": list(self.kids), "rest_for_one": self.kids[where:]}
+        kid.state = "undefined"
+        for other in reversed(affected[self.strategy]):  # 46 to 48
+            if other is not kid:
+                self.stop(other)
+        for other in affected[self.strategy]:
+            if other in self.kids and not self.start(other):
+                self.trace.append(f"start_error {other.name}")
+                other.state = "restarting"  # 70, 77
+                self.retries.append(other.name)
+                return
+
+    def call(self, what: str, name: str) -> None:
+        kid = self.get(name)
+        if what == "start":
+            if kid is not None:  # 98
+                self.answer("already_started" if kid.state == "running" else "already_present")
+                return
+            kid = Kid(name, "permanent")
+            self.kids.append(kid)
+            if self.start(kid):
+                self.answer("ok")
+            else:  # 99
+                self.kids.remove(kid)
+                self.answer("failed")
+        elif kid is None:
+            self.answer("not_found")
+        elif what == "terminate":  # 100
+            self.stop(kid)
+            self.answer("ok")
+        elif kid.state != "undefined":  # 101, 102
+            self.answer(kid.state)
+        elif what == "delete":
+            self.kids.remove(kid)
+            self.answer("ok")
+        else:
+            self.answer("ok" if self.start(kid) else "failed")
+
+    def answer(self, text: str) -> None:
+        self.trace.append(f"answer {text}")
+
+    def retry(self) -> None:
+        if self.retries:
+            kid = self.get(self.retries.pop(0))
+            if kid is not None and kid.state == "restarting":  # 72
+                self.bring_back(kid)
+
+
+class Real:
+    """The core, its commands carried out by the world."""
+
+    def __init__(self, strategy: str, intensity: int, kinds: list[str], world: World) -> None:
+        specs = [
+            ChildSpec(id=name, start=start, restart=kind)  # type: ignore[arg-type]
+            for name, kind in zip("abcd", kinds, strict=False)
+        ]
+        flags = Flags(strategy=strategy, intensity=intensity, period=PERIOD)  # type: ignore[arg-type]
+        self.world = world
+        self.node = Node(SupervisorSpec(flags=flags, children=specs), lambda: world.now)
+        self.trace: list[str] = []
+        self.retries: list[Operation] = []
+        self.over = False
+        self.drive(self.node.boot())
+
+    def drive(self, operation: Operation) -> None:
+        value: Any = None
+        while True:
+            try:
+                command = operation.send(value)
+            except StopIteration:
+                return
+            value = None
+            if isinstance(command, Start):
+                self.trace.append(f"start {command.child.spec.id}")
+                failed = StartFailed(ExitReason("start_failed", info="failed"))
+                value = {"ok": Started(), "ignore": Ignored(), "fail": failed}[self.world.next()]
+            elif isinstance(command, Stop):
+                self.trace += [f"stop {c.spec.id}" for c in command.children]
+                value = [ExitReason("shutdown") for _ in command.children]
+            elif isinstance(command, Report) and command.context != "progress":
+                self.trace.append(f"{command.context} {command.child.spec.id}")
+            elif isinstance(command, Later):
+                self.retries.append(command.operation())
+            elif isinstance(command, Reply):
+                answer = command.answer
+                text = "ok" if answer[0] == "ok" else answer[1]
+                self.trace.append(f"answer {'failed' if 'failed' in text else text}")
+            elif isinstance(command, Exit):
+                self.trace.append("exit")
+                self.over = True
+
+    def exit(self, name: str, reason: str) -> None:
+        child = self.node.find(name)
+        if child is None or child.state != "running":
+            return
+        child.state = "undefined"
+        child.unhandled_exit = ExitReason("exited", 1) if reason == "crash" else ExitReason("normal")
+        self.drive(self.node.child_exited(child, child.incarnation))
+
+    def call(self, what: str, name: str) -> None:
+        if what == "start":
+            self.drive(self.node.start_child(ChildSpec(id=name, start=start)))
+        else:
+            self.drive(getattr(self.node, f"{what}_child")(name))
+
+    def retry(self) -> None:
+        if self.retries:
+            self.drive(self.retries.pop(0))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(STRATEGIES), st.integers(0, 4), kinds, st.lists(events, max_size=25))
+def test_the_core_decides_what_otp_decides(
+    strategy: str, intensity: int, kinds: list[str], happened: list[Event]
+) -> None:
+    """Statements 16, 20, 32 to 39, 45 to 48, 51, 53, 56 to 60, 62 to 65, 70 to 72, 74 to 78 and 98 to 102."""
+    theirs, ours = World(), World()
+    model, real = Model(strategy, intensity, kinds, theirs), Real(strategy, intensity, kinds, ours)
+    for what, name, reason, outcomes, seconds in happened:
+        for world in (theirs, ours):
+            world.now += seconds
+            world.outcomes = list(outcomes)
+        if what == "exit":
+            kid = model.get(name)
+            if kid is not None:
+                model.exit(kid, reason)
+            real.exit(name, reason)
+        elif what == "retry":
+            model.retry()
+            real.retry()
+        else:
+            model.call(what, name)
+            real.call(what, name)
+        assert real.trace == model.trace
+        assert [(c.spec.id, c.state) for c in real.node.children] == [(k.name, k.state) for k in model.kids]
+        assert real.over == model.over
+        if model.over:
+            return
