@@ -23,12 +23,30 @@ PERIOD = 5.0
 #: (what, child, reason, outcomes of the starts that follow, seconds that have gone by)
 Event = tuple[str, str, str, list[str], float]
 
+outcomes = st.sampled_from(["ok", "ok", "fail", "ignore"])
 events = st.tuples(
-    st.sampled_from(["exit", "exit", "exit", "exit", "terminate", "restart", "delete", "start", "retry"]),
+    st.sampled_from(["exit", "exit", "exit", "terminate", "restart", "delete", "start", "retry", "retry", "retry"]),
     st.sampled_from("abcdx"),
     st.sampled_from(["crash", "crash", "normal"]),
-    st.lists(st.sampled_from(["ok", "ok", "fail", "ignore"]), max_size=4),
+    st.lists(outcomes, max_size=4),
     st.sampled_from([0.0, 1.0, 2.5, 5.0, 6.0]),
+)
+
+
+@st.composite
+def restarts_that_fail(draw: st.DrawFn) -> list[Event]:
+    """A crash, a restart that fails, something done to the same child, and the retry: rare among random events."""
+    name = draw(st.sampled_from("abcd"))
+    what = draw(st.sampled_from(["terminate", "restart", "delete", "start", "exit"]))
+    return [
+        ("exit", name, "crash", draw(st.sampled_from([["fail"], ["ok", "fail"], ["fail", "fail"]])), 6.0),
+        (what, draw(st.sampled_from([name, "a", "d"])), "crash", draw(st.lists(outcomes, max_size=2)), 0.0),
+        ("retry", name, "crash", draw(st.lists(outcomes, max_size=4)), 0.0),
+    ]
+
+
+scripts = st.lists(st.one_of(events.map(lambda event: [event]), restarts_that_fail()), max_size=12).map(
+    lambda parts: [event for part in parts for event in part]
 )
 kinds = st.lists(st.sampled_from(["permanent", "transient", "temporary"]), min_size=1, max_size=4)
 
@@ -220,7 +238,7 @@ class Real:
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.sampled_from(STRATEGIES), st.integers(0, 4), kinds, st.lists(events, max_size=25))
+@given(st.sampled_from(STRATEGIES), st.integers(0, 4), kinds, scripts)
 def test_the_core_decides_what_otp_decides(
     strategy: str, intensity: int, kinds: list[str], happened: list[Event]
 ) -> None:
