@@ -114,12 +114,14 @@ class Runner:
         self._schedule(None)
 
     def child_started(self, child: ops.Child, outcome: ops.StartOutcome) -> bool:
-        """Pass on what came of a start; False when nobody waits for it."""
+        """Pass on what came of a start; False when nobody waits for it any more."""
+        if not isinstance(outcome, ops.Started):
+            child.state = (
+                "undefined"  # A stop that has just come, or comes before this is passed on, has nothing to do.
+            )
         if not isinstance(self._waiting, ops.Start) or self._waiting.child is not child:
             return False
         self._waiting = None
-        if not isinstance(outcome, ops.Started):
-            child.state = "undefined"  # A stop that comes before this is passed on has nothing to stop.
         self._schedule(outcome)
         return True
 

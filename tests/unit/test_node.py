@@ -288,3 +288,16 @@ def test_events_that_come_at_once_are_served_one_after_the_other() -> None:
     runner.child_stopped(find(runner.node, "b"), ASKED)
     recorder.run()
     assert recorder.trace == ["stop b", "shutdown_error a", "exit shutdown"]
+
+
+def test_a_start_that_fails_in_the_moment_of_the_stop_leaves_nothing_to_stop() -> None:
+    """Statement 28: the stop has been asked for, and before its turn comes the half-started child is found dead."""
+    recorder = Recorder()
+    recorder.start = lambda runner, child: recorder.trace.append(f"start {child.spec.id}")  # type: ignore[method-assign]
+    runner = Runner(Node(SupervisorSpec(children=[ChildSpec(id="a", start=start)]), lambda: 0.0), (), None, recorder)
+    runner.enqueue(runner.node.boot())
+    recorder.run()
+    runner.request_stop(ASKED)
+    assert not runner.child_started(find(runner.node, "a"), StartFailed(CRASH))
+    recorder.run()
+    assert recorder.trace == ["start a", "exit shutdown"]
