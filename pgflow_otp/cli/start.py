@@ -11,6 +11,7 @@ from pgflow_otp.cli.options import dsn_option, resolve_database, setting_options
 from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import ConfigurationError, DatabaseUnavailable, PgflowError
+from pgflow_otp.otp.process import hold_stop_signals
 from pgflow_otp.runtime.handle import import_path, package_parent
 from pgflow_otp.runtime.inspection import inspect_target
 from pgflow_otp.runtime.root import BootConfig, command, hand_over
@@ -47,6 +48,7 @@ def become_root(config: BootConfig) -> None:
     """Replace this process by the root: a fresh interpreter under the same pid, as service managers expect."""
     descriptor = hand_over(config)
     os.set_inheritable(descriptor, True)
+    hold_stop_signals()
     line = command(package_parent(), descriptor)
     os.execv(line[0], line)
 

@@ -107,6 +107,12 @@ def _run_child(
         os._exit(status if isinstance(status, int) and 0 <= status <= 255 else 1)
 
 
+def hold_stop_signals() -> None:
+    """Keep requests for the end pending until a supervisor runs: before that they would kill without a word, or be lost
+    if we are PID 1 (191). Survives exec."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+
+
 def reset_signals() -> None:
     """Give every signal its default action, and forget the parent's wakeup descriptor (166)."""
     signal.set_wakeup_fd(-1)

@@ -21,7 +21,7 @@ from pgflow_otp import log
 from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.exit_reason import BAD_CONFIGURATION, ExitReason
 from pgflow_otp.otp.hooks import Hooks, Path
-from pgflow_otp.otp.process import close_other_descriptors
+from pgflow_otp.otp.process import close_other_descriptors, hold_stop_signals
 from pgflow_otp.otp.supervisor import Supervisor
 from pgflow_otp.runtime.tree import tree_spec, worker_spec
 from pgflow_otp.settings import Settings
@@ -102,6 +102,7 @@ def hand_over(config: BootConfig) -> int:
 
 def main(descriptor: str) -> None:
     """Entry point of the root process."""
+    hold_stop_signals()
     with os.fdopen(int(descriptor), "rb") as source:
         config = BootConfig.from_bytes(source.read())
     kept = [d for d in (config.host, config.embedded) if d is not None]
