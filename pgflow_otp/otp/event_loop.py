@@ -79,8 +79,8 @@ class EventLoop:
                 timer.callback()
 
     def on_signals(self, numbers: Iterable[int], callback: Callable[[bytes], None]) -> None:
-        """Call back with the numbers of the signals that came, also of those that were blocked until now and are pending.
-        What was ignored before stays ignored (184)."""
+        """Call back with the numbers of the signals that came, also of those that were blocked and are pending. What was
+        ignored before stays ignored (184)."""
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
