@@ -79,7 +79,7 @@ class EventLoop:
                 timer.callback()
 
     def on_signals(self, numbers: Iterable[int], callback: Callable[[bytes], None]) -> None:
-        """Call back with the numbers of the signals that came, also of those that were blocked and are pending. What was
+        """Call back with the numbers of the signals that came, blocked ones that are pending included. What was
         ignored before stays ignored (184)."""
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
