@@ -37,8 +37,8 @@ def orphaning(context: ChildContext) -> int:
     """Leave a process behind whose parent is dead, and which dies soon after."""
     read, write = os.pipe()
     if os.fork() == 0:
+        parent = os.getpid()
         if os.fork() == 0:
-            parent = os.getppid()
             while os.getppid() == parent:
                 time.sleep(0.005)
             os.write(write, str(os.getppid()).encode())
