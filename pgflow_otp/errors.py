@@ -84,3 +84,9 @@ class TreeStartError(PgflowError):
     """The tree could not start."""
 
     exit_code = 69
+
+
+class TreeNotFound(PgflowError):
+    """No tree of that name runs on this host."""
+
+    exit_code = 69

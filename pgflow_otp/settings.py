@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ from pgflow_otp.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+#: Name of a tree that was given none.
+DEFAULT_NAME = "pgflow"
+#: A name becomes part of file names and titles.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 #: What one flow may override (interface, section 2).
 WORKER_OPTIONS = ("max_concurrency", "batch_size", "start_method")
 
@@ -20,7 +25,7 @@ class Settings:
     """How a tree runs. All times are seconds unless the name says otherwise.
 
     Attributes:
-        name: name of the tree, shown in process titles.
+        name: name of the tree: in process titles, and for the commands that talk to it. One tree a name and host.
         max_concurrency: handlers of one flow that may run at once; 1 or more.
         batch_size: messages one claim may read; 1 or more.
         worker_options: `{slug: {"max_concurrency": …, "batch_size": …}}`, overriding the two above for one flow.
@@ -41,7 +46,7 @@ class Settings:
         ConfigurationError: a value is of the wrong type or out of its range; names the setting and the value.
     """
 
-    name: str = "pgflow"
+    name: str = DEFAULT_NAME
     max_concurrency: int = 10
     batch_size: int = 10
     worker_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -59,8 +64,10 @@ class Settings:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise _invalid("name", self.name, "a non-empty string")
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise _invalid(
+                "name", self.name, "1 to 48 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+            )
         _whole("max_concurrency", self.max_concurrency, 1, 10_000)
         _whole("batch_size", self.batch_size, 1, 10_000)
         _seconds("max_poll_interval", self.max_poll_interval, 0.01, 300)
@@ -119,6 +126,18 @@ def settings_from(given: Mapping[str, Any], environment: Mapping[str, str] | Non
             continue
         values[key] = _from_text(variable, text, str(spec.type))
     return Settings(**values)
+
+
+def check_limits(limits: Mapping[str, Any]) -> None:
+    """Check limits of a worker that are given at run time, as the settings of the same names are checked.
+
+    Raises:
+        ConfigurationError: a limit is unknown, or out of its range.
+    """
+    for key, value in limits.items():
+        if key not in ("max_concurrency", "batch_size"):
+            raise ConfigurationError(f"unknown limit '{key}'; known: max_concurrency, batch_size")
+        _whole(key, value, 1, 10_000)
 
 
 def _from_text(variable: str, text: str, kind: str) -> Any:

@@ -104,6 +104,15 @@ def nothing_is_left(token: str) -> Iterator[None]:
     assert not left, f"descriptors left open: {left}"
 
 
+@pytest.fixture(autouse=True)
+def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the test's trees are found; short, for it becomes part of a socket's path."""
+    folder = Path(tempfile.mkdtemp(prefix="pgflow-rt-"))
+    monkeypatch.setenv("PGFLOW_RUNTIME_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
 def command() -> list[str]:
     """The command line of pgflow-otp."""

@@ -9,11 +9,13 @@ from importlib.metadata import version
 import click
 
 from pgflow_otp.cli.check_schema import check_schema
+from pgflow_otp.cli.control import scale, start_worker, stop, stop_worker
 from pgflow_otp.cli.embedded import embedded
 from pgflow_otp.cli.run import run
 from pgflow_otp.cli.runs import runs
 from pgflow_otp.cli.setup import setup
 from pgflow_otp.cli.start import start
+from pgflow_otp.cli.tree import top, tree
 from pgflow_otp.errors import PgflowError
 
 _EPILOG = """\b
@@ -33,7 +35,7 @@ def cli() -> None:
     """Run PostgreSQL workflows on a supervised tree of processes."""
 
 
-for _command in (start, run, setup, check_schema, runs, embedded):
+for _command in (start, run, tree, top, scale, start_worker, stop_worker, stop, setup, check_schema, runs, embedded):
     cli.add_command(_command)
 
 

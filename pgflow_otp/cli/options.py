@@ -11,7 +11,7 @@ import click
 from pgflow_otp.db.dsn import check_dsn, find_dsn
 from pgflow_otp.errors import ConfigurationError, PayloadError
 from pgflow_otp.flow.payload import decode, encode
-from pgflow_otp.runtime.handle import start_embedded
+from pgflow_otp.runtime.spawning import start_embedded
 from pgflow_otp.settings import LOG_LEVELS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ dsn_option = click.option(
 )
 
 _SETTINGS = (
-    ("--name", str, "Name of the tree, shown in process titles."),
+    ("--name", str, "Name of the tree, by which commands find it (pgflow)."),
     ("--max-concurrency", int, "Handlers of one flow that may run at once (10)."),
     ("--batch-size", int, "Messages one claim may read (10)."),
     ("--min-poll-interval", float, "Seconds between polls that found nothing, at least (1)."),

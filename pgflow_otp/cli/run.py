@@ -18,7 +18,8 @@ from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import DatabaseUnavailable, TreeStartError
 from pgflow_otp.otp.exit_reason import signal_name
-from pgflow_otp.runtime.handle import Supervisor, import_path
+from pgflow_otp.runtime.boot import user_source
+from pgflow_otp.runtime.handle import Supervisor
 from pgflow_otp.runtime.inspection import FlowInfo, inspect_target
 from pgflow_otp.settings import Settings, settings_from
 
@@ -53,6 +54,8 @@ def run(context: click.Context, /, target: str, payload: Any, dsn: str | None, *
     """
     if "PGFLOW_LOG_LEVEL" not in os.environ:
         given["log_level"] = given.get("log_level") or "WARNING"
+    if not given.get("name") and "PGFLOW_NAME" not in os.environ:
+        given["name"] = f"run-{os.getpid()}"  # Any number may run at once.
     settings = settings_from(given)
     flow = _one_flow(target, settings)
     _stop_on_sigterm()
@@ -139,7 +142,7 @@ def _stop(supervisor: Supervisor) -> None:
 
 
 def _one_flow(target: str, settings: Settings) -> FlowInfo:
-    found = inspect_target(target, import_path(), settings.boot_timeout)
+    found = inspect_target(target, user_source(), settings.boot_timeout)
     if len(found) > 1:
         names = ", ".join(flow.target for flow in found)
         raise click.UsageError(f"{target} holds {len(found)} flows; name one: {names}")

@@ -12,9 +12,9 @@ from pgflow_otp.db import schema
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import ConfigurationError, DatabaseUnavailable, PgflowError
 from pgflow_otp.otp.process import hold_stop_signals
-from pgflow_otp.runtime.handle import import_path, package_parent
+from pgflow_otp.runtime.boot import BootConfig, command, hand_over, package_parent, user_source
 from pgflow_otp.runtime.inspection import inspect_target
-from pgflow_otp.runtime.root import BootConfig, command, hand_over
+from pgflow_otp.runtime.rendezvous import check_free
 from pgflow_otp.settings import Settings, settings_from
 
 
@@ -27,16 +27,18 @@ def start(targets: tuple[str, ...], dsn: str | None, **given: Any) -> None:
 
     TARGET is `module` (all flows in it) or `module:attribute`; the current directory is importable. Give --flows as
     often as needed. SIGTERM or Ctrl-C stops in order: running handlers get --drain-timeout. Twice hurries, three times
-    kills. SIGUSR1 writes the tree to the log.
+    kills. SIGUSR1 writes the tree to the log. `pgflow-otp tree`, `top`, `scale`, `stop` and so on talk to it by its
+    --name; two trees on a host need two names.
     """
     settings = settings_from(given)
+    check_free(settings.name)
     _check_targets(targets, settings)
     found, server = resolve_database(dsn)
     if server is None:
         _check_database(found)
     config = BootConfig(
         targets=targets,
-        search_path=import_path(),
+        source=user_source(),
         dsn=found,
         settings=settings,
         embedded=server.hand_over() if server is not None else None,
@@ -58,7 +60,7 @@ def _check_targets(targets: tuple[str, ...], settings: Settings) -> None:
     reasons: list[str] = []
     for target in targets:
         try:
-            inspect_target(target, import_path(), settings.boot_timeout)
+            inspect_target(target, user_source(), settings.boot_timeout)
         except PgflowError as error:
             reasons.append(str(error))
         else:

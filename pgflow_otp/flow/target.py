@@ -1,4 +1,4 @@
-"""Finding flows by name: `module` or `module:attribute`.
+"""Finding flows: by name, `module` or `module:attribute`, or as an object that came along.
 
 Runs user code, so only a throw-away process, the forkserver, or the process that calls the client may load a target.
 """
@@ -8,15 +8,67 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from pgflow_otp.errors import FlowDefinitionError, TargetError
 from pgflow_otp.flow.definition import names
 from pgflow_otp.flow.dsl import Flow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import ModuleType
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where flows are found.
+
+    Attributes:
+        search_path: `sys.path` for the user's modules.
+        objects: flows that no module can be asked for, pickled by `as_object`, by the target that stands for them.
+    """
+
+    search_path: tuple[str, ...]
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+
+    def with_objects(self, objects: Mapping[str, bytes]) -> Source:
+        """Return a source that holds these too."""
+        return replace(self, objects={**self.objects, **objects})
+
+
+def target_of(flow: Flow) -> tuple[str, bytes | None]:
+    """Return a target for a flow object: its name where a module holds it, else a name made up and the object itself.
+
+    Raises:
+        FlowDefinitionError: it holds something that another process cannot be given.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module_name in ("__main__", "__mp_main__") or getattr(module, "__spec__", None) is None:
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is flow and name.isidentifier():
+                return f"{module_name}:{name}", None
+    return f"<{flow.slug}>", _pickled(flow)
+
+
+def _pickled(flow: Flow) -> bytes:
+    import dill  # only here and where it is read again: most flows are named
+
+    try:
+        # recurse: the globals that are used, instead of all that the defining module happens to hold.
+        data: bytes = dill.dumps(flow, recurse=True)
+    except Exception as error:
+        raise FlowDefinitionError(
+            f"flow '{flow.slug}' cannot be given to another process as an object ({_one_line(error)}); "
+            "put it into a module and give its name, or let its handlers open what they need themselves"
+        ) from None
+    return data
+
+
+def module_of(target: str) -> str:
+    """Return the part of a target that is imported. For an object it is the target itself."""
+    return target if target.startswith("<") else parse_target(target)[0]
 
 
 def parse_target(target: str) -> tuple[str, str | None]:
@@ -34,31 +86,33 @@ def parse_target(target: str) -> tuple[str, str | None]:
     return module, attribute or None
 
 
-def load_target(target: str, search_path: Sequence[str]) -> dict[str, Flow]:
-    """Import a target and return its flows by attribute name, in order of definition.
+def load_target(target: str, source: Source) -> dict[str, Flow]:
+    """Import a target and return its flows by target, in order of definition.
 
     Args:
-        target: `module` (all flows in it) or `module:attribute`.
-        search_path: replaces `sys.path` for the import and afterwards.
+        target: `module` (all flows in it), `module:attribute`, or what stands for an object.
+        source: its search_path replaces `sys.path` for the import and afterwards.
 
     Raises:
         TargetError: it cannot be imported or holds no flow. One line that says why.
         FlowDefinitionError: a flow in it is declared wrongly.
     """
-    module_name, attribute = parse_target(target)
-    sys.path[:] = list(search_path)
+    sys.path[:] = list(source.search_path)
     importlib.invalidate_caches()
-    module = _import(module_name, search_path)
+    if target in source.objects:
+        return {target: _unpickled(target, source.objects[target])}
+    module_name, attribute = parse_target(target)
+    module = _import(module_name, source.search_path)
     found: dict[str, Flow] = {}
     for name, value in vars(module).items():
         if isinstance(value, Flow) and not any(value is known for known in found.values()):
             found[name] = value
     if attribute is not None:
         if attribute in found:
-            return {attribute: found[attribute]}
+            return {target: found[attribute]}
         value = getattr(module, attribute, None)
         if isinstance(value, Flow):
-            return {attribute: value}
+            return {target: value}
         if hasattr(module, attribute):
             raise TargetError(f"{target} is a {type(value).__name__}, not a Flow or Job")
         raise TargetError(f"module {module_name} has no attribute '{attribute}'; flows in it: {names(list(found))}")
@@ -69,7 +123,19 @@ def load_target(target: str, search_path: Sequence[str]) -> dict[str, Flow]:
         other = slugs.setdefault(flow.slug.lower(), name)
         if other != name:
             raise FlowDefinitionError(f"module {module_name}: '{other}' and '{name}' both have the slug '{flow.slug}'")
-    return found
+    return {f"{module_name}:{name}": flow for name, flow in found.items()}
+
+
+def _unpickled(target: str, data: bytes) -> Flow:
+    """Read a flow that the program which started the tree has given it."""
+    import dill
+
+    try:
+        flow: Any = dill.loads(data)
+    except Exception as error:
+        raise TargetError(f"flow {target} could not be taken over: {_one_line(error)} ({_place(error)})") from None
+    assert isinstance(flow, Flow)
+    return flow
 
 
 def _import(module_name: str, search_path: Sequence[str]) -> ModuleType:

@@ -52,7 +52,7 @@ class EventLoop:
 
     def unwatch(self, descriptor: int) -> None:
         """Watch it no longer. Has to come before it is closed: its number gets another owner."""
-        if descriptor in self._selector.get_map():
+        if descriptor in (self._selector.get_map() or ()):  # None once it is closed.
             self._selector.unregister(descriptor)
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:

@@ -183,7 +183,7 @@ class Node:
             info = f"too many restarts, the last of '{child.spec.id}'"
             yield from self.stop(ExitReason("shutdown", GAVE_UP, info=info))
             return
-        child.restarts += 1
+        child.note_restart(self.clock(), self.spec.flags.period)
         segment = self._segment(child)
         child.state = "undefined"
         yield from self._stop_one_by_one([c for c in segment if c is not child])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -27,6 +27,13 @@ class Child:
     #: The child died by itself and its operation is still waiting in the queue (54).
     unhandled_exit: ExitReason | None = None
     restarts: int = 0
+    #: When it was restarted (monotonic seconds), within the period of its supervisor.
+    restarted_at: list[float] = field(default_factory=list)
+
+    def note_restart(self, now: float, period: float) -> None:
+        """Count a restart, and remember when it was for as long as it may matter."""
+        self.restarts += 1
+        self.restarted_at = [then for then in self.restarted_at if then >= now - period] + [now]
 
     @property
     def is_down(self) -> bool:

@@ -144,14 +144,15 @@ class Supervisor:
         return child.spec if child is not None else None
 
     def which_children(self) -> list[dict[str, Any]]:
-        """Return the tree as nested dicts, in the order of start: id, type, state, pid, restarts, uptime in seconds,
-        info (what it acknowledged with), children (103)."""
+        """Return the tree as nested dicts, in the order of start: id, type, state, pid, restarts (and those
+        that still count against the intensity), uptime in seconds, info (what it acknowledged with), children (103)."""
         return self._which(self._root)
 
     def which_child(self, path: Path, key: str | int) -> dict[str, Any] | None:
         """Return one child as `which_children` shows it; None when there is no such child (103)."""
-        child = self._child(path, key)
-        return self._shown(child) if child is not None else None
+        runner = self._runner(path)
+        child = runner.node.find(key) if runner is not None else None
+        return self._shown(child, runner.node.spec.flags.period) if runner is not None and child is not None else None
 
     def send(self, path: Path, message: str, **content: Any) -> bool:
         """Send a message to a running child; False when it does not run. Never blocks."""
@@ -297,18 +298,20 @@ class Supervisor:
         return runner.node.find(key) if runner is not None else None
 
     def _which(self, runner: Runner) -> list[dict[str, Any]]:
-        return [self._shown(child) for child in runner.node.children]
+        return [self._shown(child, runner.node.spec.flags.period) for child in runner.node.children]
 
-    def _shown(self, child: ops.Child) -> dict[str, Any]:
+    def _shown(self, child: ops.Child, period: float) -> dict[str, Any]:
+        now = self._clock()
         shown: dict[str, Any] = {
             "id": child.spec.id,
             "type": child.spec.type,
             "state": child.state,
             "pid": None,
             "restarts": child.restarts,
+            "restarts_in_period": sum(then >= now - period for then in child.restarted_at),
         }
         if isinstance(child.handle, ChildProcess):
-            uptime = round(self._clock() - child.handle.started_at, 3)
+            uptime = round(now - child.handle.started_at, 3)
             shown |= {"pid": child.handle.pid, "uptime": uptime, "info": child.handle.info}
         elif isinstance(child.handle, Runner):
             shown["children"] = self._which(child.handle)

@@ -25,6 +25,7 @@ from pgflow_otp.pool.handler import HandlerProcess
 
 if TYPE_CHECKING:
     from pgflow_otp.flow.dsl import Flow
+    from pgflow_otp.flow.target import Source
     from pgflow_otp.pool.control import ControlChannel
 
 
@@ -34,7 +35,7 @@ class HandlerConfig:
 
     flow_slug: str
     target: str
-    search_path: tuple[str, ...]
+    source: Source
     dsn: str
     max_payload: int
     tree: str
@@ -88,7 +89,7 @@ class ForkServer:
         return 0
 
     def _load(self) -> Flow:
-        flows = load_target(self._config.target, self._config.search_path)
+        flows = load_target(self._config.target, self._config.source)
         for flow in flows.values():
             if flow.slug == self._config.flow_slug:
                 return flow

@@ -81,6 +81,11 @@ class ForkserverLink:
         self._control = ours
         self._pidfd = os.pidfd_open(self._pid) if process.HAS_PIDFD else None
 
+    @property
+    def pid(self) -> int | None:
+        """Its pid; None while there is none."""
+        return self._pid
+
     def attach(self) -> None:
         """Watch it from the running loop."""
         self._loop = asyncio.get_running_loop()

@@ -33,6 +33,7 @@ class HandlerPool:
         self, config: HandlerConfig, settings: Settings, load_flow_input: Callable[[ClaimedTask], Awaitable[bytes]]
     ) -> None:
         self._link = ForkserverLink(config, settings.boot_timeout, self._forkserver_said, self._forkserver_lost)
+        self._settings = settings
         self._slots = [Slot(i + 1, self, settings) for i in range(settings.max_concurrency)]
         self._load_flow_input = load_flow_input
         self._background: set[asyncio.Task[None]] = set()
@@ -77,6 +78,16 @@ class HandlerPool:
         for task in self._background:
             task.cancel()
 
+    def resize(self, size: int) -> None:
+        """Have room for so many tasks. Room that is no longer wanted stays, and its processes retire when idle: how
+        many tasks run at once is the caller's to keep."""
+        for index in range(len(self._slots), size):
+            self._slots.append(Slot(index + 1, self, self._settings))
+
+    def report(self) -> dict[str, Any]:
+        """Return the forkserver's pid, and each handler process with what it works on (ages in seconds)."""
+        return {"forkserver": self._link.pid, "handlers": [s.report() for s in self._slots if s.has_process or s.task]}
+
     # For the slots
 
     def send(self, header: dict[str, Any], *descriptors: int) -> None:
@@ -98,10 +109,10 @@ class HandlerPool:
 
     def _forkserver_said(self, message: dict[str, Any], descriptor: int | None) -> None:
         slot, generation = self._slots[message["slot"] - 1], message["generation"]
-        if message["m"] == "forked" and descriptor is not None:
+        if message["m"] == "forked":
             if slot.generation == generation and slot.has_process:
-                slot.forked(descriptor)
-            else:
+                slot.forked(message["pid"], descriptor)
+            elif descriptor is not None:
                 os.close(descriptor)
         elif message["m"] == "fork_failed":
             slot.exited(generation, f"no handler process could be started: {message['reason']}")

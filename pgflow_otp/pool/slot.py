@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pgflow_otp.flow.payload import storable
 from pgflow_otp.otp.channel import Channel, ChannelBroken
 from pgflow_otp.pool.outcome import Outcome
+from pgflow_otp.pool.timers import Timers, either
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from pgflow_otp.db.tasks import ClaimedTask, Verdict
     from pgflow_otp.settings import Settings
@@ -51,7 +52,10 @@ class Slot:
         self._owner = owner
         self._settings = settings
         self._channel: Channel | None = None
+        self._pid: int | None = None
         self._pidfd: int | None = None
+        #: When the attempt was given to the process; the loop's time.
+        self._given_at = 0.0
         self._is_dying = False
         self._is_tainted = False
         #: The attempt is this process's; else it waits for an earlier one to be gone, whose end is not its own.
@@ -63,7 +67,7 @@ class Slot:
         #: What the attempt ends as once the process is gone: settled when it was killed.
         self._decided: Outcome | None = None
         self._gone = asyncio.Event()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers = Timers()
 
     @property
     def has_process(self) -> bool:
@@ -79,7 +83,7 @@ class Slot:
         self._decided = None
         self._is_given = False
         if not self._is_dying:
-            self._cancel_timers()
+            self._timers.cancel()
         try:
             failure = await self._raise_process(outcome)
             if failure is not None:
@@ -112,7 +116,7 @@ class Slot:
             if grace is not None:
                 self._kill_after(grace)
             return  # Its death is on the way already.
-        self._cancel_timers()
+        self._timers.cancel()
         self._is_dying, self.is_up = True, False
         self._signal(self.generation, signal.SIGTERM)
         self._kill_after(self._settings.kill_grace if grace is None else grace)
@@ -126,10 +130,10 @@ class Slot:
         """See that there is a process and that it is up; the reason if that cannot be."""
         while not self.is_up and not outcome.done():
             if not self._owner.is_booted:
-                await _either(outcome, self._owner.wait_booted())
+                await either(outcome, self._owner.wait_booted())
                 continue
             if self._is_dying:
-                await _either(outcome, self._gone.wait())
+                await either(outcome, self._gone.wait())
                 continue
             if not self.has_process:
                 self._fork()
@@ -151,10 +155,11 @@ class Slot:
         self._owner.send({"m": "fork", "slot": self.index, "generation": self.generation}, theirs.fileno())
         theirs.close()
         loop.add_reader(ours.fileno(), self._readable, self.generation)
-        self._after(self._settings.boot_timeout, self._setup_timed_out, self.generation)
+        self._timers.after(self._settings.boot_timeout, self._setup_timed_out, self.generation)
 
     def _give(self, task: ClaimedTask) -> None:
         self._is_given = True
+        self._given_at = asyncio.get_running_loop().time()
         root = task.flow_input is not None
         payload = task.flow_input if root else task.input
         header = {
@@ -169,23 +174,23 @@ class Slot:
         self._send(header, payload if payload is not None else b"null")
         # The clock starts when the handler has the task (195); one that never takes it is not waited for.
         not_taken = Outcome("failed", error="the handler process did not take the task")
-        self._after(self._settings.boot_timeout, self.end, not_taken)
+        self._timers.after(self._settings.boot_timeout, self.end, not_taken)
 
     def _after_task(self) -> None:
         if not self.has_process or self._is_dying:
             return
-        self._cancel_timers()
+        self._timers.cancel()
         most = self._settings.max_tasks_per_process
         if self._is_tainted or (most is not None and self._tasks_done >= most):
             self.retire(self.generation)
         else:
-            self._after(self._settings.idle_timeout, self.retire, self.generation)
+            self._timers.after(self._settings.idle_timeout, self.retire, self.generation)
 
     def retire(self, generation: int) -> None:
         """End an idle process by closing its channel; SIGKILL if it does not take the hint."""
         if self.generation != generation or self.task is not None or self._channel is None or self._is_dying:
             return
-        self._cancel_timers()
+        self._timers.cancel()
         self._is_dying, self.is_up = True, False
         self._unwatch_channel()
         self._channel.socket.shutdown(socket.SHUT_RDWR)
@@ -203,16 +208,16 @@ class Slot:
 
     def _die(self, failure: str, grace: float) -> None:
         """The process could not be set up: it goes, and the attempt fails."""
-        self._cancel_timers()
+        self._timers.cancel()
         self._is_dying, self.is_up = True, False
         self._kill_after(grace)
         self._set_up(failure)
 
     def _kill_after(self, grace: float) -> None:
         generation = self.generation
-        self._after(grace, self._signal, generation, signal.SIGKILL)
-        self._after(grace + DIRECT_KILL_AFTER, self._kill_directly, generation)
-        self._after(grace + GIVE_UP_AFTER, self._give_up_forkserver, generation)
+        self._timers.after(grace, self._signal, generation, signal.SIGKILL)
+        self._timers.after(grace + DIRECT_KILL_AFTER, self._kill_directly, generation)
+        self._timers.after(grace + GIVE_UP_AFTER, self._give_up_forkserver, generation)
 
     def _signal(self, generation: int, number: signal.Signals) -> None:
         if self.generation == generation and self.has_process:
@@ -251,7 +256,7 @@ class Slot:
             if not self._is_dying:
                 self._is_dying = True
                 lost = Outcome("failed", error="the handler process closed its channel before giving a result")
-                self._after(STATUS_WAIT, self._channel_lost, generation, lost)
+                self._timers.after(STATUS_WAIT, self._channel_lost, generation, lost)
 
     def _channel_lost(self, generation: int, lost: Outcome) -> None:
         if self.generation == generation and self.has_process:
@@ -265,7 +270,7 @@ class Slot:
         message = header.get("m")
         if message == "up":
             if not self._is_dying:
-                self._cancel_timers()
+                self._timers.cancel()
                 self.is_up = True
                 self._set_up(None)
         elif message == "setup_failed":
@@ -275,8 +280,8 @@ class Slot:
             return  # Too late: the attempt is over (128). The process is on its way out.
         elif message == "began":
             if not self._is_dying:  # Else the timers that wait for its end stay.
-                self._cancel_timers()
-                self._after(self.task.timeout, self._timed_out, self.generation)
+                self._timers.cancel()
+                self._timers.after(self.task.timeout, self._timed_out, self.generation)
         elif message == "flow_input":
             generation = self.generation
             self._owner.load_flow_input(self.task, lambda raw: self._answer(generation, raw))
@@ -291,7 +296,7 @@ class Slot:
         self._tasks_done += 1
         self._is_tainted = bool(header.get("last"))
         if not self._is_dying:
-            self._cancel_timers()
+            self._timers.cancel()
         self._outcome.set_result(outcome)
 
     def _answer(self, generation: int, raw: bytes) -> None:
@@ -312,10 +317,11 @@ class Slot:
 
     # What is said of the process
 
-    def forked(self, pidfd: int) -> None:
-        """The forkserver has forked it: the kernel will tell when it is dead."""
-        self._pidfd = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._dead, self.generation)
+    def forked(self, pid: int, pidfd: int | None) -> None:
+        """The forkserver has forked it. The kernel will tell when it is dead, where it gives a descriptor for that."""
+        self._pid, self._pidfd = pid, pidfd
+        if pidfd is not None:
+            asyncio.get_running_loop().add_reader(pidfd, self._dead, self.generation)
 
     def _dead(self, generation: int) -> None:
         """The kernel says that it is dead; the forkserver is given a moment to say how."""
@@ -323,7 +329,7 @@ class Slot:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.is_up, self._is_dying = False, True
-        self._after(STATUS_WAIT, self.exited, generation, "handler process died; how is not known")
+        self._timers.after(STATUS_WAIT, self.exited, generation, "handler process died; how is not known")
 
     def exited(self, generation: int, error: str) -> None:
         """It is dead and reaped, or there never was one: the slot is free for another."""
@@ -350,7 +356,7 @@ class Slot:
 
     def forget(self) -> None:
         """Let go of the process. May be called again."""
-        self._cancel_timers()
+        self._timers.cancel()
         if self._channel is not None:
             self._unwatch_channel()
             self._channel.close()
@@ -361,6 +367,18 @@ class Slot:
             self._pidfd = None
         self.is_up = self._is_dying = False
         self._gone.set()
+
+    def report(self) -> dict[str, Any]:
+        """Return what there is to see of it; the age of the attempt in seconds."""
+        shown: dict[str, Any] = {"slot": self.index, "pid": self._pid if self.has_process else None}
+        shown["state"] = (
+            "dying" if self._is_dying else "starting" if not self.is_up else "busy" if self.task else "idle"
+        )
+        if (task := self.task) is not None:
+            age = asyncio.get_running_loop().time() - self._given_at if self._is_given else 0.0
+            shown["task"] = {"run_id": str(task.run_id), "step": task.step_slug, "index": task.task_index}
+            shown["task"] |= {"attempt": task.attempt, "timeout": task.timeout, "age": round(age, 3)}
+        return shown
 
     # Small things
 
@@ -373,20 +391,3 @@ class Slot:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._channel.fileno())
         loop.remove_writer(self._channel.fileno())
-
-    def _after(self, seconds: float, callback: Callable[..., Any], *arguments: Any) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, callback, *arguments))
-
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-
-
-async def _either(outcome: asyncio.Future[Outcome], event: Coroutine[Any, Any, Any]) -> None:
-    """Wait for an event, or for the end of the attempt."""
-    waiting = asyncio.ensure_future(event)
-    try:
-        await asyncio.wait((outcome, waiting), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()

@@ -13,13 +13,13 @@ import orjson
 
 from pgflow_otp.errors import ConfigurationError, PgflowError, TargetError
 from pgflow_otp.flow.shape import shape_of
-from pgflow_otp.flow.target import load_target, parse_target
+from pgflow_otp.flow.target import load_target, module_of
 from pgflow_otp.otp import process
 from pgflow_otp.otp.channel import readable
 from pgflow_otp.otp.exit_reason import signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from pgflow_otp.flow.target import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class FlowInfo:
         return asdict(self)
 
 
-def inspect_target(target: str, search_path: Sequence[str], timeout: float) -> list[FlowInfo]:
+def inspect_target(target: str, source: Source, timeout: float) -> list[FlowInfo]:
     """Import a target in a throw-away process and return its flows.
 
     Args:
-        target: module or module:attribute.
-        search_path: `sys.path` for the import.
+        target: module or module:attribute, or an object of the source.
+        source: where it is found.
         timeout: seconds the import may take.
 
     Raises:
         TargetError, FlowDefinitionError (as ConfigurationError): one line that says why it cannot be used.
     """
-    module, _ = parse_target(target)
+    module = module_of(target)
     read, write = os.pipe()
     try:
         pid = process.fork(
-            lambda: _inspect(target, search_path, write),
+            lambda: _inspect(target, source, write),
             keep=(write,),
             title=f"pgflow-otp: import of {module}",
             dies_with_parent=True,
@@ -86,15 +86,11 @@ def inspect_target(target: str, search_path: Sequence[str], timeout: float) -> l
     return [FlowInfo(**flow) for flow in found["flows"]]
 
 
-def _inspect(target: str, search_path: Sequence[str], write: int) -> int:
+def _inspect(target: str, source: Source, write: int) -> int:
     os.dup2(2, 1)
     try:
-        flows = load_target(target, search_path)
-        module, _ = parse_target(target)
-        infos = [
-            FlowInfo(flow.slug, flow.flow_type, f"{module}:{name}", shape_of(flow)).as_json()
-            for name, flow in flows.items()
-        ]
+        flows = load_target(target, source)
+        infos = [FlowInfo(flow.slug, flow.flow_type, name, shape_of(flow)).as_json() for name, flow in flows.items()]
         empty = [flow.slug for flow in flows.values() if not flow.steps]
         if empty:
             answer: dict[str, Any] = {"error": f"flow '{empty[0]}' in {target} has no steps"}

@@ -19,6 +19,7 @@ from pgflow_otp.runtime.inspection import FlowInfo, inspect_target
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pgflow_otp.flow.target import Source
     from pgflow_otp.otp.child import ChildContext
     from pgflow_otp.settings import Settings
 
@@ -31,7 +32,7 @@ class StarterConfig:
     """Which targets to bring up."""
 
     targets: tuple[str, ...]
-    search_path: tuple[str, ...]
+    source: Source
     dsn: str
     settings: Settings
 
@@ -53,7 +54,7 @@ def _inspect_all(context: ChildContext, config: StarterConfig) -> Iterator[FlowI
     owners: dict[str, str] = {}
     for target in config.targets:
         try:
-            flows_found = inspect_target(target, config.search_path, config.settings.boot_timeout)
+            flows_found = inspect_target(target, config.source, config.settings.boot_timeout)
         except PgflowError as error:
             _failed(context, target, str(error))
             continue
@@ -109,8 +110,8 @@ def _register(context: ChildContext, connection: psycopg.Connection[Any], flow: 
         return
     if status == "recompiled":
         logger.warning(f"flow '{flow.slug}' had another shape and was replaced; its runs are gone")
-    context.send("start_worker", slug=flow.slug, target=flow.target)
     context.send("module", target=flow.target, slug=flow.slug, status="succeeded", compiled=status)
+    context.send("start_worker", slug=flow.slug, target=flow.target)
 
 
 def _failed(context: ChildContext, target: str, reason: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -30,6 +30,7 @@ from pgflow_otp.runtime.waiting import wait_event
 
 if TYPE_CHECKING:
     from pgflow_otp.db.tasks import ClaimedTask
+    from pgflow_otp.flow.target import Source
     from pgflow_otp.otp.child import ChildContext
     from pgflow_otp.settings import Settings
 
@@ -47,7 +48,7 @@ class WorkerConfig:
 
     slug: str
     target: str
-    search_path: tuple[str, ...]
+    source: Source
     dsn: str
     settings: Settings
 
@@ -75,7 +76,7 @@ class Worker:
         handler_config = HandlerConfig(
             flow_slug=config.slug,
             target=config.target,
-            search_path=config.search_path,
+            source=config.source,
             dsn=config.dsn,
             max_payload=int(self._settings.max_payload_mb * 1024 * 1024),
             tree=self._settings.name,
@@ -273,6 +274,32 @@ class Worker:
             elif message["m"] == "poll_now":
                 self._timer.found()
                 self._wake.set()
+            elif message["m"] == "check":
+                channel.send({"m": "report", "id": message["id"], **self._report()})
+            elif message["m"] == "scale":
+                self._scale({key: message[key] for key in ("max_concurrency", "batch_size") if key in message})
+
+    def _scale(self, limits: dict[str, Any]) -> None:
+        """Work with other limits from now on. What runs is left to run."""
+        self._settings = replace(self._settings, **limits)
+        self.pool.resize(self._settings.max_concurrency)
+        logger.info(f"scaled: {', '.join(f'{key} {value}' for key, value in limits.items())}")
+        self._wake.set()
+
+    def _report(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "slug": self._config.slug,
+            "target": self._config.target,
+            "worker_id": str(self.worker_id),
+            "state": "draining" if self._draining.is_set() else "running" if self.pool.is_booted else "booting",
+            "database": "unreachable" if self._outage_logged else "connected" if self._connection else "not connected",
+            "max_concurrency": settings.max_concurrency,
+            "batch_size": settings.batch_size,
+            "running": len(self._running),
+            "unsettled": len(self._outcomes),
+            **self.pool.report(),
+        }
 
     # The database
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from integration.conftest import QUICK
+from integration.conftest import QUICK, pid_of
 from support.processes import titled, wait_for, wait_gone
 
 from pgflow_otp import ConfigurationError, Supervisor
@@ -20,45 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from uuid import UUID
 
-    from integration.conftest import Spawn
-
-
-class Gate:
-    """A handler that says it runs, and waits for the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.started = folder / "started"
-        self.go = folder / "go"
-        self.request = {"do": "wait_for_file", "started": str(self.started), "go": str(self.go)}
-
-    def wait_started(self, times: int = 1) -> list[list[int]]:
-        """Wait until the handler has begun so often; pids of handler and forkserver, each time."""
-        wait_for(lambda: self._lines() >= times, f"{times} start(s) of the handler")
-        return [[int(n) for n in line.split()] for line in self.started.read_text().splitlines()]
-
-    def open(self) -> None:
-        self.go.touch()
-
-    def _lines(self) -> int:
-        return len(self.started.read_text().splitlines()) if self.started.exists() else 0
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
-def pid_of(tree: Supervisor, child_id: str) -> int:
-    def walk(children: list[dict[str, Any]]) -> int | None:
-        for child in children:
-            if child["id"] == child_id:
-                return int(child["pid"]) if child["pid"] else None
-            found = walk(child.get("children", []))
-            if found:
-                return found
-        return None
-
-    return wait_for(lambda: walk(tree.which_children()), f"{child_id} to run")
+    from integration.conftest import Gate, Spawn
 
 
 def task(connection: psycopg.Connection[Any], run_id: UUID) -> dict[str, Any]:
