@@ -121,7 +121,7 @@ def picture(seen: dict[str, Any]) -> Group:
     for row in _rows(seen):
         kib = memory.get(str(row.pid))
         table.add_row(
-            "  " * row.depth + row.role,
+            Text("  " * row.depth + row.role),
             str(row.pid or ""),
             Text(row.state, style=_STYLES.get(row.state, "")),
             _span(row.uptime),

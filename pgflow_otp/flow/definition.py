@@ -29,6 +29,9 @@ class _Unset:
     def __repr__(self) -> str:
         return "UNSET"
 
+    def __reduce__(self) -> str:
+        return "UNSET"  # There is one: a flow that was pickled has the same one afterwards.
+
 
 UNSET: Final = _Unset()
 

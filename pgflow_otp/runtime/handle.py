@@ -6,7 +6,6 @@ import atexit
 import itertools
 import os
 import signal
-import socket
 import subprocess
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from pgflow_otp.otp.channel import Channel
 from pgflow_otp.otp.exit_reason import signal_name
 from pgflow_otp.runtime.boot import BootConfig, user_source
 from pgflow_otp.runtime.mailbox import Mailbox
-from pgflow_otp.runtime.spawning import limits_of, start_embedded, start_root, targets_of
+from pgflow_otp.runtime.spawning import channel_pair, limits_of, start_embedded, start_root, targets_of
 from pgflow_otp.settings import DEFAULT_NAME, Settings, settings_from
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Supervisor:
         server: EmbeddedServer | None = None
         if found is None:
             server, found = start_embedded()
-        ours, theirs = socket.socketpair()
+        ours, theirs = channel_pair()
         config = BootConfig(
             targets=targets,
             source=user_source().with_objects(objects),

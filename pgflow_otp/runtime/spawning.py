@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from pgflow_otp.db.dsn import check_dsn
 from pgflow_otp.db.embedded import EmbeddedServer
@@ -15,9 +17,6 @@ from pgflow_otp.flow.dsl import Flow
 from pgflow_otp.flow.target import target_of
 from pgflow_otp.runtime.boot import BootConfig, command, hand_over, package_parent
 from pgflow_otp.settings import check_limits
-
-if TYPE_CHECKING:
-    import socket
 
 
 def targets_of(flows: Iterable[str | Flow] | str | Flow) -> tuple[tuple[str, ...], dict[str, bytes]]:
@@ -56,9 +55,27 @@ def limits_of(max_concurrency: int | None, batch_size: int | None) -> dict[str, 
     return limits
 
 
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a channel. Their numbers are no standard descriptors', which the host may have closed:
+    those are given to the root as such."""
+    low = socket.socketpair()
+    try:
+        ours, theirs = (socket.socket(fileno=_above_standard(end.fileno())) for end in low)
+    finally:
+        for end in low:
+            end.close()
+    return ours, theirs
+
+
+def _above_standard(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
 def start_root(config: BootConfig, channel: socket.socket, stderr: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
     """Start the root as a fresh interpreter: the caller's threads do not matter, nor do its descriptors."""
-    descriptor = hand_over(config)
+    low = hand_over(config)
+    descriptor = _above_standard(low)
+    os.close(low)
     try:
         return subprocess.Popen(
             command(package_parent(), descriptor),
@@ -88,8 +105,15 @@ def start_embedded() -> tuple[EmbeddedServer, str]:
     return server, dsn
 
 
-def _standard_error() -> int | None:
+def _standard_error() -> int:
+    """Return where the host writes its errors. One that has replaced the stream has the descriptor still; one that has
+    closed both is spared the log."""
     try:
-        return sys.stderr.fileno()
+        descriptor = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):
-        return 2
+        descriptor = 2
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return subprocess.DEVNULL
+    return descriptor

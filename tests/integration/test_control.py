@@ -318,8 +318,10 @@ def test_what_is_no_question_is_answered_and_does_no_harm(spawn: Spawn) -> None:
         assert (counted["id"], counted["ok"]["active"]) == ("x", 1)
         caller.sendall(b'{"ask": "scale_worker", "slug": "one", "max_concurrency": "many"}\n')
         assert "'max_concurrency' is 'many'; it has to be a whole number" in json.loads(answers.readline())["error"]
-        caller.sendall(b"x" * 2_000_000)
-        assert answers.read() in (b"", None) or True
+        with pytest.raises(ConnectionError):  # noqa: PT012 - the end may be noticed at any of them
+            while True:
+                caller.sendall(b"x" * 100_000)
+        answers.close()
     assert tree.status()["state"] == "running"
 
 
@@ -371,8 +373,7 @@ def test_a_second_tree_of_the_same_name_is_refused(
 
 def test_what_a_killed_tree_left_is_taken_away(spawn: Spawn, runtime_directory: Path) -> None:
     spawn("flows.zoo:one", name="first")
-    for name in ("shop", "mail"):
-        tree = spawn("flows.zoo:one", name=name)
+    for tree in [spawn("flows.zoo:one", name=name) for name in ("shop", "mail")]:
         os.kill(tree.pid, signal.SIGKILL)
         tree.join()
     assert {p.name for p in runtime_directory.glob("*.sock")} == {"first.sock", "shop.sock", "mail.sock"}
