@@ -202,6 +202,24 @@ def second_time_unlucky(context: ChildContext, marker: str) -> int:
     return obedient(context)
 
 
+def scripted(context: ChildContext, script: str) -> int:
+    """Say that a start was tried, and let the next word of the script decide what comes of it; "ok" when none is left.
+    No two starts of one supervisor happen at once."""
+    context.send("began")
+    with open(script) as file:
+        words = file.read().split()
+    with open(script, "w") as file:
+        file.write(" ".join(words[1:]))
+    word = words[0] if words else "ok"
+    if word == "fail":
+        context.fail("failed")
+        return 1
+    if word == "ignore":
+        context.ignore()
+        return 0
+    return leaving(context, 0)
+
+
 def parent(context: ChildContext) -> int:
     """Have a child of its own that takes no notice of anything."""
     from pgflow_otp.otp.process import fork

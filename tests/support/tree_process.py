@@ -90,6 +90,14 @@ def trees(name: str, argument: str) -> SupervisorSpec:
         gated = ChildSpec(id="g", start=children.gated, args=(argument,), restart="transient")
         strategy = name.removeprefix("gated_")
         return SupervisorSpec(flags=Flags(strategy=strategy, intensity=1000, period=60), children=[a, gated, c])  # type: ignore[arg-type]
+    if name.startswith("scripted "):
+        _, strategy, intensity, *restarts = name.split()
+        flags = Flags(strategy=strategy, intensity=int(intensity), period=3600)  # type: ignore[arg-type]
+        scripted = [
+            ChildSpec(id=i, start=children.scripted, args=(argument,), restart=kind)  # type: ignore[arg-type]
+            for i, kind in zip("abcd", restarts, strict=False)
+        ]
+        return SupervisorSpec(flags=flags, children=scripted)
     if name == "separate":
         inner = SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=1, period=60), children=[b, c])
         nested = ChildSpec(
