@@ -69,7 +69,8 @@ class EventLoop:
         while self._timers and self._timers[0].callback is None:
             heapq.heappop(self._timers)
         timeout = max(0.0, self._timers[0].when - self._clock()) if self._timers else None
-        for key, _ in self._selector.select(timeout):
+        # A wait that a signal interrupts past its time, as SIGCONT does, reports no event: look again.
+        for key, _ in self._selector.select(timeout) or self._selector.select(0):
             if key.fd in self._selector.get_map():  # An earlier callback of this turn may have closed it.
                 key.data()
         now = self._clock()

@@ -200,6 +200,9 @@ class Slot:
 
     def _timed_out(self, generation: int) -> None:
         if self.generation == generation and self.task is not None:
+            # What it answered in time counts, even if this process was stopped meanwhile and reads it only now (190):
+            # a wait that a signal ends past its time reports no descriptor.
+            self._readable(generation)
             self.end(Outcome("failed", error=f"Task timed out after {self.task.timeout}s"))
 
     def _setup_timed_out(self, generation: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,9 +13,12 @@ import pytest
 from integration.conftest import QUICK, pid_of
 from support.processes import titled, wait_for, wait_gone
 
-from pgflow_otp import ConfigurationError, Supervisor
+from pgflow_otp import ConfigurationError, Settings, Supervisor
 from pgflow_otp.db import schema
 from pgflow_otp.db.embedded import EmbeddedServer
+from pgflow_otp.flow.target import Source
+from pgflow_otp.runtime.boot import BootConfig
+from pgflow_otp.runtime.tree import tree_spec, worker_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -262,3 +266,70 @@ def test_the_tree_waits_for_a_database_that_is_down_and_survives_its_crash(tmp_p
             assert children == {"workers": 0, "recovery": 0, "starter": 0}
     finally:
         server.release()
+
+
+def test_an_answer_that_came_in_time_counts_however_late_it_is_read(spawn: Spawn, gate: Gate) -> None:
+    """Statement 190: everything but the handler is stopped, past the deadline; then results come before deadlines."""
+    tree = spawn("flows.zoo:one", max_concurrency=1)
+    run_id = tree.client.start_flow("one", gate.request)
+    began = time.monotonic()
+    _, forkserver = gate.wait_started()[0]
+    stopped = [pid_of(tree, "worker:one"), forkserver, tree.pid]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    gate.open()
+    wait_for(lambda: time.monotonic() > began + 2 * 2, "twice its timeout to go by, while it answers")
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert tree.client.wait(run_id).status == "completed"
+
+
+def test_a_process_that_waits_in_the_database_goes_with_its_parent(
+    database: str, connection: psycopg.Connection[Any]
+) -> None:
+    """Statement 151: it cannot look at its lifeline; the kernel ends it."""
+    blocked = "select 1 from pg_stat_activity where application_name like '%starter%' and wait_event_type = 'Lock'"
+    with connection.transaction(), psycopg.connect(database, autocommit=True) as other:
+        connection.execute("lock table pgflow.flows in access exclusive mode")
+        tree = Supervisor.spawn("flows.zoo:one", dsn=database)
+        wait_for(lambda: other.execute(blocked).fetchone(), "the starter to wait for the lock")
+        starter = pid_of(tree, "starter")
+        os.kill(tree.pid, signal.SIGKILL)
+        wait_gone(starter)
+    assert tree.join() == -signal.SIGKILL
+
+
+def test_the_session_of_a_killed_worker_ends_while_its_handler_is_still_there(
+    spawn: Spawn, gate: Gate, connection: psycopg.Connection[Any]
+) -> None:
+    """Statement 173: no handler holds the worker's connection, so the server lets go of its locks at once."""
+    tree = spawn("flows.zoo:patient")
+    tree.client.start_flow("patient", gate.request)
+    handler, forkserver = gate.wait_started()[0]
+    links = {
+        os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (handler, forkserver) for fd in os.listdir(f"/proc/{pid}/fd")
+    }
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    with open("/proc/net/unix") as unix, open("/proc/net/tcp") as tcp:
+        servers = {row.split()[6] for row in unix if ".s.PGSQL." in row} | {
+            row.split()[9] for row in tcp if "01" in row
+        }
+    assert not inodes & servers
+    worker = pid_of(tree, "worker:patient")
+    alive = "select 1 from pg_stat_activity where pid = any(%s)"
+    sessions = "select pid from pg_stat_activity where application_name like '%worker:patient%'"
+    pids = [row[0] for row in connection.execute(sessions)]
+    assert pids
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: connection.execute(alive, (pids,)).fetchone() is None, "the end of its session")
+    gate.open()
+
+
+def test_a_worker_has_time_for_its_drain_and_its_supervisor_for_all_of_them() -> None:
+    """Statement 97."""
+    settings = Settings(drain_timeout=100, kill_grace=7)
+    config = BootConfig(("shop",), Source(()), "dbname=x", settings)
+    worker = worker_spec("shop", "shop", config)
+    assert isinstance(worker.shutdown, int)
+    assert worker.shutdown > (100 + 7) * 1000
+    assert next(c for c in tree_spec(config).children if c.id == "workers").shutdown == "infinity"
