@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from harness import Report, parse_options
+from harness import Report, fresh_database, parse_options, server
+from kills import measure_subtrees
 
 from pgflow_otp.otp import ChildContext, ChildSpec, Flags, Hooks, Supervisor, SupervisorSpec
 from pgflow_otp.otp.channel import readable
@@ -195,6 +196,9 @@ def main() -> None:
     measure_kills(report, 10 if quick else 100)
     report.calibrate()
     measure_stops(report, 30 if quick else 500)
+    report.calibrate()
+    with server(options) as server_dsn, fresh_database(server_dsn) as dsn:
+        measure_subtrees(report, dsn, 3 if quick else 100)
     report.ratio("a restart against a bare fork", "restart, from SIGKILL to ready", "a bare fork, exit and wait")
     report.target("restart (ms)", "restart, from SIGKILL to ready", 50)
     report.target("idle tree (% of a core)", "an idle tree of 20 children", 1)

@@ -30,6 +30,8 @@ def start(targets: tuple[str, ...], dsn: str | None, **given: Any) -> None:
     kills. SIGUSR1 writes the tree to the log. `pgflow-otp tree`, `top`, `scale`, `stop` and so on talk to it by its
     --name; two trees on a host need two names.
     """
+    if os.getpid() == 1:
+        hold_stop_signals()  # The kernel drops what PID 1 has no handler for; kept, it stops the tree once there is one.
     settings = settings_from(given)
     check_free(settings.name)
     _check_targets(targets, settings)

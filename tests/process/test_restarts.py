@@ -181,3 +181,30 @@ def test_a_significant_child_ends_its_supervisor(mode: str, survives_first: bool
             tree.ask("send", id="t", what="leave")
         assert tree.expect("ended")["status"] == 0
         assert tree.order("exit")[-1] == "exit a"
+
+
+def test_what_was_added_to_a_supervisor_is_lost_when_it_is_restarted() -> None:
+    """Statement 111: it comes back from its specification."""
+    with Tree("nested") as tree:
+        tree.expect("boot")
+        assert tree.call("start", path=["inner"], id="x", start="obedient")[0] == "ok"
+        assert set(tree.which()) == {"a", "inner", "b", "c", "x"}
+        for _ in range(2):  # one more than it may restart
+            tree.kill("b")
+            tree.expect("start", path=["inner", "b"])
+        tree.expect("start", path=["inner", "c"])
+        assert set(tree.which()) == {"a", "inner", "b", "c"}
+        assert tree.stop() == 0
+
+
+@pytest.mark.parametrize(("restart", "comes_back"), [("permanent", True), ("transient", False)])
+def test_a_supervisor_that_ends_itself_should_not_be_permanent(restart: str, comes_back: bool) -> None:
+    """Statement 119: its parent takes a permanent one for one that has to be there."""
+    with Tree("leaving_inside", restart) as tree:
+        tree.expect("boot")
+        tree.ask("send", path=["inner"], id="s", what="leave")
+        tree.expect("exit", path=["inner", "b"], requested=True)
+        if comes_back:
+            tree.expect("start", path=["inner", "s"])
+        assert ("s" in tree.which()) is comes_back
+        assert tree.stop() == 0

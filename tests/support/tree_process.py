@@ -110,6 +110,11 @@ def trees(name: str, argument: str) -> SupervisorSpec:
             ChildSpec(id=i, start=children.leaving, args=(0,), restart="transient", significant=True) for i in "st"
         ]
         return SupervisorSpec(flags=flags, children=[a, *significant])
+    if name == "leaving_inside":
+        leaving = ChildSpec(id="s", start=children.leaving, args=(0,), restart="transient", significant=True)
+        inside = SupervisorSpec(flags=Flags(auto_shutdown="any_significant"), children=[b, leaving])
+        nested = ChildSpec(id="inner", start=inside, type="supervisor", restart=argument)  # type: ignore[arg-type]
+        return SupervisorSpec(flags=Flags(intensity=3, period=60), children=[a, nested])
     if name == "unlucky":
         unlucky = ChildSpec(id="u", start=children.second_time_unlucky, args=(argument,))
         return SupervisorSpec(flags=Flags(strategy="rest_for_one", intensity=4, period=60), children=[a, unlucky])
