@@ -98,7 +98,7 @@ def _lives(process: psutil.Process) -> bool:
 
 def _below(pid: int) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
 

@@ -31,7 +31,7 @@ def start(targets: tuple[str, ...], dsn: str | None, **given: Any) -> None:
     --name; two trees on a host need two names.
     """
     if os.getpid() == 1:
-        hold_stop_signals()  # The kernel drops what PID 1 has no handler for; kept, it stops the tree once there is one.
+        hold_stop_signals()  # The kernel drops what PID 1 has no handler for; kept, it stops the tree later.
     settings = settings_from(given)
     check_free(settings.name)
     _check_targets(targets, settings)
