@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
 if TYPE_CHECKING:
-    from loguru import Record
+    from loguru import Message, Record
 
 #: Fields that a line for people says already.
 _NOT_SHOWN = ("role", "supervisor", "offender")
 #: A record longer than this is cut: what is longer than PIPE_BUF may be torn by another process's write.
 LONGEST_LINE = 4000
+#: Milliseconds that a log whose reader does not read is waited for, once.
+PATIENCE_MS = 100
 
 
 def configure(role: str, level: str) -> None:
@@ -24,7 +29,54 @@ def configure(role: str, level: str) -> None:
     """
     logger.remove()
     logger.configure(extra={"role": role})
-    logger.add(_write, level=level.upper(), format=_format, colorize=_colorize(), backtrace=False, diagnose=False)
+    logger.add(
+        _Sink().write, level=level.upper(), format=_format, colorize=_colorize(), backtrace=False, diagnose=False
+    )
+
+
+def configure_handler(descriptor: int, level: str) -> None:
+    """Send a handler process's records through its own pipe to its worker, which writes them into the log.
+
+    Args:
+        descriptor: the pipe.
+        level: the least severe level that is sent.
+    """
+
+    def send(message: Message) -> None:
+        record = message.record
+        text = record["message"]
+        if record["exception"] is not None:
+            text += "\n" + "".join(traceback.format_exception(*record["exception"]))
+        extra = {key: str(value) for key, value in record["extra"].items() if key not in ("role", "flow")}
+        line = json.dumps({"level": record["level"].name, "message": text[: LONGEST_LINE // 2], "extra": extra})
+        try:
+            os.write(descriptor, f"\x1e{line}\n".encode())
+        except OSError:
+            pass
+
+    logger.remove()
+    logger.add(send, level=level.upper(), format="{message}", backtrace=False, diagnose=False)
+
+
+class _Sink:
+    """Writes records to standard error, and waits for nobody: when its reader stops reading, records are dropped, and
+    counted, instead of holding up the process."""
+
+    def __init__(self) -> None:
+        self._poll: select.poll | None = None
+        self._dropped = 0
+
+    def write(self, line: str) -> None:
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(2, select.POLLOUT)
+        if not self._poll.poll(0 if self._dropped else PATIENCE_MS):
+            self._dropped += 1
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            _write(f"{dropped} log records were dropped here: nobody read them\n")
+        _write(line)
 
 
 def _write(line: str) -> None:

@@ -16,12 +16,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from pgflow_otp.errors import PgflowError
 from pgflow_otp.flow.target import load_target
 from pgflow_otp.otp import process
-from pgflow_otp.pool.handler import HandlerProcess
+from pgflow_otp.pool.handler import HandlerProcess, take_over_output
 
 if TYPE_CHECKING:
     from pgflow_otp.flow.dsl import Flow
@@ -39,6 +37,7 @@ class HandlerConfig:
     dsn: str
     max_payload: int
     tree: str
+    log_level: str
 
 
 @dataclass(slots=True)
@@ -106,20 +105,25 @@ class ForkServer:
 
     def _serve(self, frame: dict[str, Any], flow: Flow) -> None:
         if frame["m"] == "fork":
-            self._fork(frame["slot"], frame["generation"], self._control.take_descriptor(), flow)
+            channel, output = self._control.take_descriptor(), self._control.take_descriptor()
+            try:
+                self._fork(frame["slot"], frame["generation"], channel, output, flow)
+            finally:
+                os.close(channel)
+                os.close(output)
         elif frame["m"] == "signal":
             handler = next(
                 (h for h in self._handlers.values() if (h.slot, h.generation) == (frame["slot"], frame["generation"])),
                 None,
             )
             if handler is not None:
-                process.signal_process(handler.pid, frame["signal"], group=True)
+                process.signal_process(handler.pid, frame["signal"], group=not frame.get("alone"))
 
-    def _fork(self, slot: int, generation: int, descriptor: int, flow: Flow) -> None:
+    def _fork(self, slot: int, generation: int, descriptor: int, output: int, flow: Flow) -> None:
         config = self._config
 
         def main() -> int:
-            logger.configure(extra={"role": f"handler:{config.flow_slug}/{slot}"})
+            take_over_output(output, config.log_level)
             channel = socket.socket(fileno=descriptor)
             channel.setblocking(True)
             return HandlerProcess(flow, channel, config.dsn, config.max_payload).run()
@@ -127,15 +131,13 @@ class ForkServer:
         try:
             pid = process.fork(
                 main,
-                keep=(descriptor, *self._users_descriptors),
+                keep=(descriptor, output, *self._users_descriptors),
                 title=f"pgflow-otp: handler:{config.flow_slug}/{slot} [{config.tree}]",
                 dies_with_parent=True,
             )
         except process.ForkError as error:
             self._control.send({"m": "fork_failed", "slot": slot, "generation": generation, "reason": str(error)})
             return
-        finally:
-            os.close(descriptor)
         pidfd = os.pidfd_open(pid) if process.HAS_PIDFD else None
         self._handlers[pid] = _Handler(pid, slot, generation, pidfd)
         forked = {"m": "forked", "slot": slot, "generation": generation, "pid": pid}

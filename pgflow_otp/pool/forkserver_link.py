@@ -32,6 +32,7 @@ class ForkserverLink:
         boot_timeout: seconds importing the user's module may take.
         on_message: gets every message about a handler, and the descriptor that came with it.
         on_lost: called when the forkserver died or was given up, before another is started.
+        on_booted: called when one has imported the user's module.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class ForkserverLink:
         boot_timeout: float,
         on_message: Callable[[dict[str, Any], int | None], None],
         on_lost: Callable[[], None],
+        on_booted: Callable[[], None],
     ) -> None:
         self._config = config
         self._boot_timeout = boot_timeout
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_booted = on_booted
         #: Set while a forkserver is there that has imported the user's module.
         self.booted = asyncio.Event()
         self._control: ControlChannel | None = None
@@ -119,6 +122,12 @@ class ForkserverLink:
         self._backoff = min(self._backoff * 2, LONGEST_BACKOFF)
         self._restart = self._loop.create_task(self._start_again(delay))
 
+    def start_anew(self) -> None:
+        """Replace one that has nothing to do, so that the user's module is imported again."""
+        if self._control is not None and not self._closing:
+            self._drop(dismiss=True)
+            self._restart = self._loop.create_task(self._start_again(0.0))
+
     def close(self) -> None:
         """End it and its handlers. May be called again."""
         self._closing = True
@@ -158,6 +167,7 @@ class ForkserverLink:
                 self._backoff, self._boot_error = SHORTEST_BACKOFF, None
                 self._cancel_boot_timer()
                 self.booted.set()
+                self._on_booted()
             elif name == "boot_failed":
                 self._boot_failed(str(message["reason"]))
             else:

@@ -7,7 +7,9 @@ Frames to the worker: "up", "began", "done" with the output, "failed", "flow_inp
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
+import io
 import os
 import resource
 import signal
@@ -17,6 +19,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import UUID
 
+from pgflow_otp import log
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import NonRetryable, PayloadError
 from pgflow_otp.flow.context import Context
@@ -92,7 +95,7 @@ class HandlerProcess:
             # The worker has settled this attempt as timed out or released; nothing said now would count.
             os._exit(0)
         except PayloadError as error:
-            answer = {"m": "failed", "error": f"Handler output is not JSON encodable: {error}", "final": False}
+            answer = {"m": "failed", "error": f"Handler output is not JSON encodable: {error}", "final": True}
         except NonRetryable as error:
             answer = {"m": "failed", "error": describe(error), "final": True}
         except MemoryError as error:
@@ -106,6 +109,7 @@ class HandlerProcess:
             answer = {"m": "failed", "error": describe(error), "final": False, "last": True}
         finally:
             self._running = False
+        _flush()
         self._send(answer, output)
         if answer.get("last"):
             os._exit(0)  # It may be short of memory, or half torn down: the next task gets a sound process.
@@ -184,11 +188,38 @@ class HandlerProcess:
         os._exit(CHANNEL_LOST)
 
 
+def _flush() -> None:
+    """Let what was printed arrive before the result does."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # The user's code has closed or replaced it.
+
+
 def _call(step: StepDefinition, value: Any, context: Context) -> Any:
     result = step.handler(value, context) if step.takes_context else step.handler(value)
     if inspect.iscoroutine(result):
         return asyncio.run(result)
     return result
+
+
+def take_over_output(descriptor: int, log_level: str) -> None:
+    """Let everything this process prints go to its worker line by line, log records and the stacks of a crash too.
+
+    SIGUSR2 makes it show what every thread is doing, even one that hangs in C and keeps the GIL.
+    """
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
+    log.configure_handler(descriptor, log_level)
+    faulthandler.enable(descriptor)
+    faulthandler.register(signal.SIGUSR2, descriptor, all_threads=True)
+
+
+def _lines_to(descriptor: int) -> io.TextIOWrapper:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 class _Limits:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from pgflow_otp.pool.breaker import Breaker
 from pgflow_otp.pool.forkserver_link import ForkserverLink
 from pgflow_otp.pool.outcome import Outcome, describe_death
 from pgflow_otp.pool.slot import Slot
@@ -27,13 +28,22 @@ class HandlerPool:
         config: what forkserver and handlers need.
         settings: times and limits.
         load_flow_input: asks the database for a run's input.
+        on_ready: called when tasks can be run again, or for the first time.
     """
 
     def __init__(
-        self, config: HandlerConfig, settings: Settings, load_flow_input: Callable[[ClaimedTask], Awaitable[bytes]]
+        self,
+        config: HandlerConfig,
+        settings: Settings,
+        load_flow_input: Callable[[ClaimedTask], Awaitable[bytes]],
+        on_ready: Callable[[], None],
     ) -> None:
-        self._link = ForkserverLink(config, settings.boot_timeout, self._forkserver_said, self._forkserver_lost)
+        self._link = ForkserverLink(
+            config, settings.boot_timeout, self._forkserver_said, self._forkserver_lost, on_ready
+        )
+        self._breaker = Breaker(self._try_to_set_up, on_ready)
         self._settings = settings
+        self.flow_slug = config.flow_slug
         self._slots = [Slot(i + 1, self, settings) for i in range(settings.max_concurrency)]
         self._load_flow_input = load_flow_input
         self._background: set[asyncio.Task[None]] = set()
@@ -54,6 +64,11 @@ class HandlerPool:
     def is_booted(self) -> bool:
         return self._link.booted.is_set()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether tasks should be claimed: the module is imported, and handler processes come up."""
+        return self.is_booted and not self._breaker.is_open
+
     async def run(self, task: ClaimedTask) -> Outcome:
         """Run one task; the caller sees to it that a slot is free."""
         free = (slot for slot in self._slots if slot.task is None)
@@ -71,6 +86,7 @@ class HandlerPool:
 
     def close(self) -> None:
         """Kill everything that is left. May be called again."""
+        self._breaker.close()
         self.release_all(0.0)
         self._link.close()
         for slot in self._slots:
@@ -100,6 +116,17 @@ class HandlerPool:
         loading = asyncio.get_running_loop().create_task(load())
         self._background.add(loading)
         loading.add_done_callback(self._background.discard)
+
+    def setup_failed(self, reason: str) -> None:
+        self._breaker.trip(reason)
+
+    async def _try_to_set_up(self) -> bool:
+        """Set up a process, from the module as it is now if nobody is at work."""
+        if not any(slot.task or slot.has_process for slot in self._slots):
+            self._link.start_anew()
+        await self._link.booted.wait()
+        idle = next((slot for slot in self._slots if slot.task is None and not slot.has_process), None)
+        return idle is None or await idle.probe()
 
     def give_up_forkserver(self) -> None:
         logger.error("a killed handler does not go away; replacing the forkserver")

@@ -6,14 +6,17 @@ The generation in every message about a slot makes a late kill or a late exit of
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
-import signal
 import socket
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pgflow_otp.flow.payload import storable
 from pgflow_otp.otp.channel import Channel, ChannelBroken
+from pgflow_otp.pool.frames import log_fields, task_frame, task_report
+from pgflow_otp.pool.killing import Killing
 from pgflow_otp.pool.outcome import Outcome
+from pgflow_otp.pool.output import Output
 from pgflow_otp.pool.timers import Timers, either
 
 if TYPE_CHECKING:
@@ -22,11 +25,12 @@ if TYPE_CHECKING:
     from pgflow_otp.db.tasks import ClaimedTask, Verdict
     from pgflow_otp.settings import Settings
 
-#: Seconds from SIGKILL until the worker sends it itself, and until the forkserver is given up.
-DIRECT_KILL_AFTER = 1.0
-GIVE_UP_AFTER = 5.0
 #: Seconds the forkserver may take to tell how a handler ended that the kernel says is dead.
 STATUS_WAIT = 2.0
+#: Seconds a process that did not get ready has to show its stack.
+_SHOW_STACK = 0.2
+#: Characters of an error with all that belongs to it.
+LONGEST_DIAGNOSIS = 60_000
 
 
 class SlotOwner(Protocol):
@@ -38,6 +42,9 @@ class SlotOwner(Protocol):
     async def wait_booted(self) -> None: ...
     def load_flow_input(self, task: ClaimedTask, answer: Callable[[bytes], None]) -> None: ...
     def give_up_forkserver(self) -> None: ...
+    def setup_failed(self, reason: str) -> None: ...
+    @property
+    def flow_slug(self) -> str: ...
 
 
 class Slot:
@@ -52,10 +59,14 @@ class Slot:
         self._owner = owner
         self._settings = settings
         self._channel: Channel | None = None
+        self._output: Output | None = None
         self._pid: int | None = None
-        self._pidfd: int | None = None
-        #: When the attempt was given to the process; the loop's time.
+        self.pidfd: int | None = None
+        #: When the attempt was given to the process, and when that was forked; the loop's time.
         self._given_at = 0.0
+        self._forked_at = 0.0
+        #: Why setting up the process fails: told when it is gone, with what it had to say.
+        self._setup_failure: str | None = None
         self._is_dying = False
         self._is_tainted = False
         #: The attempt is this process's; else it waits for an earlier one to be gone, whose end is not its own.
@@ -68,6 +79,7 @@ class Slot:
         self._decided: Outcome | None = None
         self._gone = asyncio.Event()
         self._timers = Timers()
+        self._killing = Killing(self, owner, self._timers)
 
     @property
     def has_process(self) -> bool:
@@ -87,7 +99,8 @@ class Slot:
         try:
             failure = await self._raise_process(outcome)
             if failure is not None:
-                return self._decided or Outcome("failed", error=failure)
+                # No process, no attempt: the task goes back as it came, and nothing is claimed until one comes up.
+                return self._decided or Outcome("released")
             if not outcome.done() and self._decided is None:
                 self._give(task)
             return await outcome
@@ -95,6 +108,15 @@ class Slot:
             self.task = None
             self._outcome = None
             self._after_task()
+
+    async def probe(self) -> bool:
+        """Bring up a process without a task; whether that went well."""
+        nobody: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._decided = None
+        failure = await self._raise_process(nobody)
+        if failure is None:
+            self._after_task()
+        return failure is None
 
     def end(self, outcome: Outcome, grace: float | None = None) -> None:
         """Decide the attempt from outside: SIGTERM to the group, SIGKILL after the grace, each a timer of its own.
@@ -105,7 +127,7 @@ class Slot:
             return
         if self._decided is not None:
             if grace is not None and self.has_process:
-                self._kill_after(grace)
+                self._killing.kill_after(grace)
             return
         self._decided = outcome
         if not self.has_process:
@@ -114,12 +136,12 @@ class Slot:
             return
         if self._is_dying:
             if grace is not None:
-                self._kill_after(grace)
+                self._killing.kill_after(grace)
             return  # Its death is on the way already.
         self._timers.cancel()
         self._is_dying, self.is_up = True, False
-        self._signal(self.generation, signal.SIGTERM)
-        self._kill_after(self._settings.kill_grace if grace is None else grace)
+        self._killing.terminate()
+        self._killing.kill_after(self._settings.kill_grace if grace is None else grace)
 
     def tell_drain(self) -> None:
         """Let the handler know that the worker is being stopped."""
@@ -147,31 +169,33 @@ class Slot:
         loop = asyncio.get_running_loop()
         self.generation += 1
         self.is_up = self._is_dying = self._is_tainted = False
+        self._setup_failure = None
         self._tasks_done = 0
         self._up = loop.create_future()
         self._gone.clear()
-        ours, theirs = Channel.pair()
+        self._forked_at = loop.time()
+        read, write = os.pipe()
+        self._output = Output(read, lambda: log_fields(f"handler:{self._owner.flow_slug}/{self.index}", self.task))
+        try:
+            ours, theirs = Channel.pair()
+        except OSError:
+            os.close(write)
+            self._output.close()
+            raise
         self._channel = ours
-        self._owner.send({"m": "fork", "slot": self.index, "generation": self.generation}, theirs.fileno())
+        self._owner.send({"m": "fork", "slot": self.index, "generation": self.generation}, theirs.fileno(), write)
         theirs.close()
+        os.close(write)
         loop.add_reader(ours.fileno(), self._readable, self.generation)
         self._timers.after(self._settings.boot_timeout, self._setup_timed_out, self.generation)
 
     def _give(self, task: ClaimedTask) -> None:
         self._is_given = True
         self._given_at = asyncio.get_running_loop().time()
-        root = task.flow_input is not None
-        payload = task.flow_input if root else task.input
-        header = {
-            "m": "task",
-            "run_id": str(task.run_id),
-            "step": task.step_slug,
-            "index": task.task_index,
-            "attempt": task.attempt,
-            "timeout": task.timeout,
-            "root": root,
-        }
-        self._send(header, payload if payload is not None else b"null")
+        assert self._output is not None
+        self._output.drain()
+        self._output.begin()
+        self._send(*task_frame(task))
         # The clock starts when the handler has the task (195); one that never takes it is not waited for.
         not_taken = Outcome("failed", error="the handler process did not take the task")
         self._timers.after(self._settings.boot_timeout, self.end, not_taken)
@@ -194,7 +218,7 @@ class Slot:
         self._is_dying, self.is_up = True, False
         self._unwatch_channel()
         self._channel.socket.shutdown(socket.SHUT_RDWR)
-        self._kill_after(self._settings.kill_grace)
+        self._killing.kill_after(self._settings.kill_grace)
 
     # Deadlines and kills
 
@@ -203,39 +227,20 @@ class Slot:
             # What it answered in time counts, even if this process was stopped meanwhile and reads it only now (190):
             # a wait that a signal ends past its time reports no descriptor.
             self._readable(generation)
+            self._killing.show_stack()
             self.end(Outcome("failed", error=f"Task timed out after {self.task.timeout}s"))
 
     def _setup_timed_out(self, generation: int) -> None:
         if self.generation == generation and not self.is_up:
-            self._die(f"setup of the handler process took longer than {self._settings.boot_timeout:g} s", 0.0)
+            self._killing.show_stack()
+            self._die(f"setup of the handler process took longer than {self._settings.boot_timeout:g} s", _SHOW_STACK)
 
     def _die(self, failure: str, grace: float) -> None:
         """The process could not be set up: it goes, and the attempt fails."""
         self._timers.cancel()
         self._is_dying, self.is_up = True, False
-        self._kill_after(grace)
-        self._set_up(failure)
-
-    def _kill_after(self, grace: float) -> None:
-        generation = self.generation
-        self._timers.after(grace, self._signal, generation, signal.SIGKILL)
-        self._timers.after(grace + DIRECT_KILL_AFTER, self._kill_directly, generation)
-        self._timers.after(grace + GIVE_UP_AFTER, self._give_up_forkserver, generation)
-
-    def _signal(self, generation: int, number: signal.Signals) -> None:
-        if self.generation == generation and self.has_process:
-            self._owner.send({"m": "signal", "slot": self.index, "generation": generation, "signal": int(number)})
-
-    def _kill_directly(self, generation: int) -> None:
-        if self.generation == generation and self._pidfd is not None:
-            try:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
-    def _give_up_forkserver(self, generation: int) -> None:
-        if self.generation == generation and self.has_process:
-            self._owner.give_up_forkserver()
+        self._killing.kill_after(grace)
+        self._setup_failure = failure
 
     # What the process says
 
@@ -296,6 +301,7 @@ class Slot:
 
     def _finish(self, outcome: Outcome, header: dict[str, Any]) -> None:
         assert self._outcome is not None
+        outcome = self._explained(outcome)
         self._tasks_done += 1
         self._is_tainted = bool(header.get("last"))
         if not self._is_dying:
@@ -322,15 +328,15 @@ class Slot:
 
     def forked(self, pid: int, pidfd: int | None) -> None:
         """The forkserver has forked it. The kernel will tell when it is dead, where it gives a descriptor for that."""
-        self._pid, self._pidfd = pid, pidfd
+        self._pid, self.pidfd = pid, pidfd
         if pidfd is not None:
             asyncio.get_running_loop().add_reader(pidfd, self._dead, self.generation)
 
     def _dead(self, generation: int) -> None:
         """The kernel says that it is dead; the forkserver is given a moment to say how."""
-        if self.generation != generation or self._pidfd is None:
+        if self.generation != generation or self.pidfd is None:
             return
-        asyncio.get_running_loop().remove_reader(self._pidfd)
+        asyncio.get_running_loop().remove_reader(self.pidfd)
         self.is_up, self._is_dying = False, True
         self._timers.after(STATUS_WAIT, self.exited, generation, "handler process died; how is not known")
 
@@ -340,12 +346,13 @@ class Slot:
             return
         if self._channel is not None and self._channel.is_open:
             self._readable(generation)  # A result that arrived before the death counts.
+        decided = self._explained(self._decided or Outcome("failed", error=error))
+        self._set_up(self._setup_failure or f"{error} while it was set up")
         self.forget()
-        self._set_up(f"{error} while it was set up")
         if self._outcome is None or self._outcome.done():
             return
         if self._is_given or self._decided is not None:
-            self._outcome.set_result(self._decided or Outcome("failed", error=error))
+            self._outcome.set_result(decided)
 
     def lost(self) -> None:
         """The forkserver is gone, and the process with it."""
@@ -354,8 +361,10 @@ class Slot:
         self.forget()
         if self._outcome is not None and not self._outcome.done():
             text = "The forkserver died repeatedly while this task ran"
-            self._outcome.set_result(self._decided or Outcome("crashed", error=text))
-        self._set_up("the forkserver died")
+            lost = Outcome("crashed", error=text) if self._is_given else Outcome("released")
+            self._outcome.set_result(self._decided or lost)
+        if self._up is not None and not self._up.done():
+            self._up.set_result("the forkserver died")
 
     def forget(self) -> None:
         """Let go of the process. May be called again."""
@@ -364,10 +373,13 @@ class Slot:
             self._unwatch_channel()
             self._channel.close()
             self._channel = None
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+        if self.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = None
         self.is_up = self._is_dying = False
         self._gone.set()
 
@@ -378,16 +390,28 @@ class Slot:
             "dying" if self._is_dying else "starting" if not self.is_up else "busy" if self.task else "idle"
         )
         if (task := self.task) is not None:
-            age = asyncio.get_running_loop().time() - self._given_at if self._is_given else 0.0
-            shown["task"] = {"run_id": str(task.run_id), "step": task.step_slug, "index": task.task_index}
-            shown["task"] |= {"attempt": task.attempt, "timeout": task.timeout, "age": round(age, 3)}
+            shown["task"] = task_report(task, self._age(self._given_at) if self._is_given else 0.0)
         return shown
 
     # Small things
 
     def _set_up(self, failure: str | None) -> None:
-        if self._up is not None and not self._up.done():
-            self._up.set_result(failure)
+        """The process is ready for tasks, or will never be. An attempt that was ended meanwhile blames nobody."""
+        if self._up is None or self._up.done():
+            return
+        if failure is not None and self._decided is None:
+            self._owner.setup_failed(self._explained(Outcome("failed", error=failure)).error or failure)
+        self._up.set_result(failure)
+
+    def _explained(self, outcome: Outcome) -> Outcome:
+        """Return a failure with what the process had to say: its stacks, the last of its output."""
+        if outcome.error is None or self._output is None:
+            return outcome
+        self._output.drain()
+        return dataclasses.replace(outcome, error=storable(outcome.error + self._output.diagnosis(), LONGEST_DIAGNOSIS))
+
+    def _age(self, since: float) -> float:
+        return asyncio.get_running_loop().time() - since
 
     def _unwatch_channel(self) -> None:
         assert self._channel is not None

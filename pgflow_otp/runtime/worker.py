@@ -80,8 +80,9 @@ class Worker:
             dsn=config.dsn,
             max_payload=int(self._settings.max_payload_mb * 1024 * 1024),
             tree=self._settings.name,
+            log_level=self._settings.log_level,
         )
-        self.pool = HandlerPool(handler_config, self._settings, self._load_flow_input)
+        self.pool = HandlerPool(handler_config, self._settings, self._load_flow_input, self._wake_up)
         self._connection: psycopg.AsyncConnection[Any] | None = None
         self._registered = False
         self._wake = asyncio.Event()
@@ -118,8 +119,6 @@ class Worker:
     # The loop
 
     async def _serve(self) -> None:
-        boot = asyncio.ensure_future(self.pool.wait_booted())
-        boot.add_done_callback(lambda _: self._wake.set())
         wait = 0.0
         while not self._draining.is_set():
             await self._wait(wait)
@@ -131,7 +130,6 @@ class Worker:
                 # Not _wait: what has come in and cannot be recorded must not make it return at once.
                 await wait_event(self._draining, await self._database_failed(error))
                 wait = 0.0
-        boot.cancel()
 
     async def _wait(self, seconds: float) -> None:
         """Wait for a result, a wake-up, a free slot, the end, or so many seconds."""
@@ -142,7 +140,7 @@ class Worker:
     async def _claim(self) -> float:
         """Claim as much as there is room for; return how long to wait before the next look."""
         room = self._settings.max_concurrency - len(self._running)
-        if self._draining.is_set() or room <= 0 or not self.pool.is_booted:
+        if self._draining.is_set() or room <= 0 or not self.pool.is_ready:
             return self._timer.found() if room > 0 else self._settings.max_poll_interval
         quantity = min(room, self._settings.batch_size)
         connection = await self._connect()
@@ -240,6 +238,9 @@ class Worker:
         except TimeoutError:
             pass
 
+    def _wake_up(self) -> None:
+        self._wake.set()
+
     def _drain(self) -> None:
         self._draining.set()
         self._wake.set()
@@ -292,7 +293,7 @@ class Worker:
             "slug": self._config.slug,
             "target": self._config.target,
             "worker_id": str(self.worker_id),
-            "state": "draining" if self._draining.is_set() else "running" if self.pool.is_booted else "booting",
+            "state": "draining" if self._draining.is_set() else "running" if self.pool.is_ready else "booting",
             "database": "unreachable" if self._outage_logged else "connected" if self._connection else "not connected",
             "max_concurrency": settings.max_concurrency,
             "batch_size": settings.batch_size,

@@ -13,7 +13,7 @@ _made_in: list[int] = []
 
 @prepared.setup
 def prepare() -> None:
-    if os.environ.get("PGFLOW_TEST_BREAK_SETUP"):
+    if os.path.exists(os.environ.get("PGFLOW_TEST_BREAK_SETUP", "")):
         raise RuntimeError("no model to load")
     _made_in.append(os.getpid())
 

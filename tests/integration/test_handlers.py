@@ -127,11 +127,29 @@ def test_setup_runs_once_in_each_handler_process(spawn: Spawn) -> None:
     assert all(seen["setups"] == 1 and seen["same"] for seen in output)
 
 
-def test_a_failing_setup_fails_the_task_with_its_reason(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PGFLOW_TEST_BREAK_SETUP", "1")
+def test_while_no_handler_can_be_set_up_nothing_is_claimed_until_one_can(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], connection: Any
+) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    monkeypatch.setenv("PGFLOW_TEST_BREAK_SETUP", str(broken))
     tree = spawn("flows.with_setup")
-    with pytest.raises(RunFailed, match="setup of the handler process failed: RuntimeError: no model to load"):
-        tree.client.start_flow_sync("prepared", [1])
+    run_id = tree.client.start_flow("prepared", [1, 2, 3])
+    said = ""
+
+    def told() -> str:
+        nonlocal said
+        said += capfd.readouterr().err
+        return said
+
+    why = "no tasks are taken until a handler process comes up: setup of the handler process failed: RuntimeError"
+    wait_for(lambda: why in told(), "the reason in the log")
+    rows = "select distinct status, attempts_count from pgflow.step_tasks"
+    wait_for(lambda: connection.execute(rows).fetchall() == [("queued", 0)], "the tasks to be back in the queue")
+    broken.unlink()
+    assert [seen["setups"] for seen in tree.client.wait(run_id).output["work"]] == [1, 1, 1]
+    assert told().count(why) == 1
+    assert "a handler process has come up; tasks are taken again" in told()
 
 
 def test_the_context_tells_about_the_task(spawn: Spawn) -> None:

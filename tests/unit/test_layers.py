@@ -14,7 +14,7 @@ ALLOWED = {
     "otp": {"otp"},
     "flow": {"flow", "errors"},
     "db": {"db", "errors"},
-    "pool": {"pool", "otp", "flow", "db", "errors"},
+    "pool": {"pool", "otp", "flow", "db", "errors", "log"},
     "runtime": {"runtime", "pool", "db", "flow", "otp", "errors", "settings", "log", "client"},
     "cli": {"cli", "runtime", "client", "db", "flow", "otp", "errors", "settings"},
     "client": {"db", "flow", "errors"},
