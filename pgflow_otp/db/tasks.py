@@ -11,6 +11,7 @@ from psycopg.rows import class_row
 from pgflow_otp.db.connection import raw_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -92,3 +93,31 @@ async def get_flow_input(connection: psycopg.AsyncConnection[Any], run_id: UUID)
     cursor = await connection.execute("select pgflow_otp.get_flow_input(%s)", (run_id,))
     row = await cursor.fetchone()
     return row[0] if row else None
+
+
+async def unwanted(
+    connection: psycopg.AsyncConnection[Any], worker_id: UUID, running: Sequence[ClaimedTask]
+) -> list[int]:
+    """Return the positions of those tasks that nobody waits for: their run has ended, their step is skipped, or they
+    are no longer this worker's."""
+    cursor = await connection.execute(
+        """
+        select mine.position - 1
+        from unnest(%s::uuid[], %s::text[], %s::int[]) with ordinality as mine (run_id, step_slug, task_index, position)
+        where not exists (
+          select from pgflow.step_tasks as task
+          join pgflow.step_states as state using (run_id, step_slug)
+          join pgflow.runs as run using (run_id)
+          where (task.run_id, task.step_slug, task.task_index) = (mine.run_id, mine.step_slug, mine.task_index)
+            and task.status = 'started' and task.last_worker_id = %s
+            and state.status = 'started' and run.status = 'started'
+        )
+        """,
+        (
+            [task.run_id for task in running],
+            [task.step_slug for task in running],
+            [task.task_index for task in running],
+            worker_id,
+        ),
+    )
+    return [row[0] for row in await cursor.fetchall()]

@@ -96,7 +96,8 @@ class Flow:
             if_not: a JSON object that it must not contain.
             when_unmet: "fail", "skip" (default; dependents run without its output) or "skip-cascade".
             when_exhausted: the same for a step whose last attempt failed; default "fail".
-            memory_mb: MiB of address space its handler process may have while it runs the task.
+            memory_mb: MiB of private memory (heap, arrays; not code) its handler process may have while it runs the
+                task, what the imported modules hold included. Beyond it, allocations fail.
             cpu_seconds: seconds of CPU time the task may use.
 
         Raises:

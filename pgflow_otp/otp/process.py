@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 HAS_PIDFD = hasattr(os, "pidfd_open")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+#: Whether orphans come to this process, and the children it had before they could.
+_adopts = False
+_own_before: frozenset[int] = frozenset()
 
 
 class ForkError(RuntimeError):
@@ -75,8 +79,10 @@ def fork(
 def _run_child(
     main: Callable[[], int | None], kept: set[int], title: str, die_with: int | None, new_session: bool
 ) -> None:
+    global _adopts, _own_before
     status = 1
     try:
+        _adopts, _own_before = False, frozenset()  # Not inherited.
         gc.freeze()  # Nothing inherited is ever finalised here: it might close a descriptor that has a new owner.
         if new_session:
             os.setsid()
@@ -157,9 +163,33 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Let orphaned descendants become our children, so that they can be found and reaped (Linux)."""
+    """Let orphaned descendants become our children, so that they can be found and killed (Linux). The children that are
+    there already are none of those."""
+    global _adopts, _own_before
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _adopts, _own_before = True, frozenset(children())
+
+
+def offer_to_the_oom_killer(score: int) -> None:
+    """Be killed before others when memory runs out: 0 as likely as by default, up to 1000 (Linux)."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+") as adjustment:
+            if int(adjustment.read()) < score:
+                adjustment.write(str(score))
+    except (OSError, ValueError):
+        pass
+
+
+def allow_many_descriptors(most: int = 65_536) -> None:
+    """Raise the soft limit on open descriptors as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            pass
 
 
 def _prctl(option: int, value: int) -> None:
@@ -199,10 +229,11 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def dead_strangers(known: Container[int]) -> Iterator[int]:
-    """Yield the pids of dead children that nobody here has started: to PID 1 the kernel hands every orphan (160)."""
-    if os.getpid() != 1:
+    """Yield the pids of dead children that nobody here has started: to PID 1 the kernel hands every orphan (160), to a
+    subreaper those of its own descendants."""
+    if os.getpid() != 1 and not _adopts:
         return
-    for pid in _children():
+    for pid in children():
         if pid in known:
             continue
         try:
@@ -213,7 +244,25 @@ def dead_strangers(known: Container[int]) -> Iterator[int]:
             yield pid
 
 
-def _children() -> list[int]:
+def kill_strangers(known: Container[int]) -> None:
+    """Kill the children that came to us as orphans: what was below a process that is dead now, however it had hidden.
+    Those that are dead are reaped. For subreapers; PID 1 may have got them from anywhere."""
+    if os.getpid() == 1 or not _adopts:
+        return
+    for pid in children():
+        if pid in known or pid in _own_before:
+            continue
+        try:
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        except (ProcessLookupError, ChildProcessError, PermissionError):
+            continue
+
+
+def children() -> list[int]:
+    """Return the pids of the children of this thread's process; empty where the system does not list them."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as listing:
             return [int(pid) for pid in listing.read().split()]

@@ -109,6 +109,7 @@ class Processes:
                 self.check(running)
         for pid in process.dead_strangers(self._running):
             process.reap(pid)
+        process.kill_strangers(self._running)
 
     def close(self) -> None:
         """Kill and forget whatever is left."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pgflow_otp.flow.target import Source
     from pgflow_otp.pool.control import ControlChannel
 
+#: How readily the system ends a handler when memory runs out: before workers.
+HANDLER_SCORE = 300
+
 
 @dataclass(frozen=True, slots=True)
 class HandlerConfig:
@@ -58,10 +61,13 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         #: What the user's import opened: handlers get these and no others.
         self._users_descriptors: tuple[int, ...] = ()
+        #: Processes that the import has started.
+        self._users_children: frozenset[int] = frozenset()
 
     def run(self) -> int:
         os.dup2(2, 1)  # What user code prints is log output; standard output belongs to the command's result.
         process.become_subreaper()
+        process.offer_to_the_oom_killer(HANDLER_SCORE)
         before = process.open_descriptors()
         try:
             flow = self._load()
@@ -71,6 +77,7 @@ class ForkServer:
         if threading.active_count() > 1:
             self._control.send({"m": "boot_failed", "reason": _THREADS_LEFT.format(target=self._config.target)})
             return 0
+        self._users_children = frozenset(process.children())
         self._users_descriptors = tuple(process.open_descriptors() - before)
         self._control.send({"m": "booted"})
         wake = self._install_wakeup()
@@ -123,6 +130,8 @@ class ForkServer:
         config = self._config
 
         def main() -> int:
+            # What its own children leave behind comes to it, and on its death to us: then it is known whose it was.
+            process.become_subreaper()
             take_over_output(output, config.log_level)
             channel = socket.socket(fileno=descriptor)
             channel.setblocking(True)
@@ -150,6 +159,7 @@ class ForkServer:
     def _reap(self) -> None:
         """Look at every dead child: kill what is left of its group while the group's id is still its own, then reap."""
         while True:
+            process.kill_strangers({*self._handlers, *self._users_children})
             try:
                 dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:

@@ -7,9 +7,9 @@ Frames to the worker: "up", "began", "done" with the output, "failed", "flow_inp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import inspect
-import io
 import os
 import resource
 import signal
@@ -27,6 +27,7 @@ from pgflow_otp.flow.payload import decode, encode, storable
 from pgflow_otp.otp.channel import Frame, FrameReader, encode_frame, readable
 
 if TYPE_CHECKING:
+    import io
     import socket
     from collections.abc import Iterator
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 #: Exit status of a handler process whose channel failed: it can do no more, and the worker sees why.
 CHANNEL_LOST = 74
 _MEBIBYTE = 1024 * 1024
+#: What memory_mb limits: the heap and other private memory. Linux counts it apart from code and libraries.
+MEMORY_LIMIT = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
 
 
 class TaskStopped(BaseException):
@@ -72,6 +75,7 @@ class HandlerProcess:
             except Exception as error:
                 self._send({"m": "setup_failed", "error": describe(error)})
                 return 1
+        self._surroundings = _Surroundings()
         self._send({"m": "up"})
         while True:
             frame = self._receive()
@@ -99,7 +103,12 @@ class HandlerProcess:
         except NonRetryable as error:
             answer = {"m": "failed", "error": describe(error), "final": True}
         except MemoryError as error:
-            answer = {"m": "failed", "error": describe(error) + _memory_note(), "final": False, "last": True}
+            answer = {
+                "m": "failed",
+                "error": describe(error) + self._memory_note(header["step"]),
+                "final": False,
+                "last": True,
+            }
         except SystemExit as error:
             text = f"handler called sys.exit({error.code!r}) before giving a result"
             answer = {"m": "failed", "error": text, "final": False, "last": True}
@@ -110,6 +119,8 @@ class HandlerProcess:
         finally:
             self._running = False
         _flush()
+        self._surroundings.restore()
+        signal.signal(signal.SIGTERM, self._stop_requested)
         self._send(answer, output)
         if answer.get("last"):
             os._exit(0)  # It may be short of memory, or half torn down: the next task gets a sound process.
@@ -142,6 +153,12 @@ class HandlerProcess:
                 f"({self._max_payload / _MEBIBYTE:g}); store it elsewhere and return where it is"
             )
         return raw
+
+    def _memory_note(self, step_slug: str) -> str:
+        step = self._flow.steps.get(step_slug)
+        limit = f", limited to memory_mb ({step.memory_mb} MiB)" if step is not None and step.memory_mb else ""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else _MEBIBYTE)
+        return f"\n  peak memory {peak:.0f} MiB{limit}"
 
     def _load_flow_input(self) -> Any:
         self._send({"m": "flow_input"})
@@ -188,6 +205,27 @@ class HandlerProcess:
         os._exit(CHANNEL_LOST)
 
 
+class _Surroundings:
+    """What a task may change for the one after it, as it was when the process had been set up."""
+
+    def __init__(self) -> None:
+        self._folder = os.getcwd()
+        self._umask = os.umask(0o77)
+        os.umask(self._umask)
+
+    def restore(self) -> None:
+        """Put it back. A timer that is left would go off in the next task."""
+        os.umask(self._umask)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            if os.getcwd() == self._folder:
+                return
+        except OSError:
+            pass
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
+
+
 def _flush() -> None:
     """Let what was printed arrive before the result does."""
     for stream in (sys.stdout, sys.stderr):
@@ -229,7 +267,7 @@ class _Limits:
         self._wanted: list[tuple[int, int]] = []
         self._before: list[tuple[int, tuple[int, int]]] = []
         if step.memory_mb is not None:
-            self._wanted.append((resource.RLIMIT_AS, step.memory_mb * _MEBIBYTE))
+            self._wanted.append((MEMORY_LIMIT, step.memory_mb * _MEBIBYTE))
         if step.cpu_seconds is not None:
             used = resource.getrusage(resource.RUSAGE_SELF)
             self._wanted.append((resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + step.cpu_seconds + 1))
@@ -262,10 +300,3 @@ def _frames_of(error: BaseException) -> Iterator[str]:
             yield f"  {frame.filename}, line {frame.lineno}, in {frame.name}"
             if frame.line:
                 yield f"    {frame.line}"
-
-
-def _memory_note() -> str:
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else _MEBIBYTE)
-    limit = "" if soft == resource.RLIM_INFINITY else f", address space limited to {soft // _MEBIBYTE} MiB"
-    return f"\n  peak memory {peak:.0f} MiB{limit}"

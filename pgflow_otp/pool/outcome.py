@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgflow_otp.otp.exit_reason import signal_name
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an attempt ended. "released": it was never the handler's fault and costs nothing; "crashed": the same, but
-    counted, since the task may be the cause."""
+    counted, since the task may be the cause. "cancelled": nobody waits for it any more, nothing is recorded."""
 
-    verdict: Verdict
+    verdict: Verdict | Literal["cancelled"]
     output: bytes | None = None
     error: str | None = None
 
@@ -28,6 +28,8 @@ def describe_death(frame: dict[str, Any]) -> str:
     if frame["signal"] is None:
         return f"handler process exited with status {frame['code']} before giving a result ({peak})"
     name = signal_name(frame["signal"])
+    if frame["signal"] == signal.SIGXCPU:
+        return f"handler process used more CPU time than the step's cpu_seconds allow (killed by {name}; {peak})"
     core = ", core dumped" if frame["core"] else ""
     hint = ", possibly out of memory" if frame["signal"] == signal.SIGKILL else ""
     return f"handler process was killed by {name} (signal {frame['signal']}{core}{hint}; {peak})"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from pgflow_otp.otp import process
 from pgflow_otp.pool.breaker import Breaker
 from pgflow_otp.pool.forkserver_link import ForkserverLink
 from pgflow_otp.pool.outcome import Outcome, describe_death
@@ -74,6 +75,20 @@ class HandlerPool:
         free = (slot for slot in self._slots if slot.task is None)
         return await min(free, key=lambda slot: (not slot.is_up, slot.has_process, slot.index)).run(task)
 
+    @property
+    def running(self) -> list[ClaimedTask]:
+        """The tasks that have a slot."""
+        return [slot.task for slot in self._slots if slot.task is not None]
+
+    def cancel(self, task: ClaimedTask) -> bool:
+        """End one task: its handler is told (SIGTERM), and killed after the grace. False when it is over already."""
+        slot = next((slot for slot in self._slots if slot.task is task), None)
+        return slot is not None and slot.end(Outcome("cancelled"))
+
+    def kill_strays(self) -> None:
+        """Kill what came to us as orphans: what handlers of a dead forkserver have left."""
+        process.kill_strangers((self._link.pid,) if self._link.pid is not None else ())
+
     def tell_drain(self) -> None:
         """Let running handlers know that the worker is being stopped (`ctx.shutdown_requested`)."""
         for slot in self._slots:
@@ -93,6 +108,7 @@ class HandlerPool:
             slot.lost()
         for task in self._background:
             task.cancel()
+        process.kill_strangers(())
 
     def resize(self, size: int) -> None:
         """Have room for so many tasks. Room that is no longer wanted stays, and its processes retire when idle: how

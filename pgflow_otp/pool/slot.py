@@ -118,30 +118,31 @@ class Slot:
             self._after_task()
         return failure is None
 
-    def end(self, outcome: Outcome, grace: float | None = None) -> None:
+    def end(self, outcome: Outcome, grace: float | None = None) -> bool:
         """Decide the attempt from outside: SIGTERM to the group, SIGKILL after the grace, each a timer of its own.
 
-        Of an attempt that is decided already only the grace may still be cut short.
+        Of an attempt that is decided already only the grace may still be cut short. Returns whether it was not.
         """
         if self._outcome is None or self._outcome.done():
-            return
+            return False
         if self._decided is not None:
             if grace is not None and self.has_process:
                 self._killing.kill_after(grace)
-            return
+            return False
         self._decided = outcome
         if not self.has_process:
             self._outcome.set_result(outcome)
             self._set_up("the attempt was ended before")
-            return
+            return True
         if self._is_dying:
             if grace is not None:
                 self._killing.kill_after(grace)
-            return  # Its death is on the way already.
+            return True  # Its death is on the way already.
         self._timers.cancel()
         self._is_dying, self.is_up = True, False
         self._killing.terminate()
         self._killing.kill_after(self._settings.kill_grace if grace is None else grace)
+        return True
 
     def tell_drain(self) -> None:
         """Let the handler know that the worker is being stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,13 @@ from pgflow_otp.otp.channel import readable
 from pgflow_otp.otp.exit_reason import signal_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pgflow_otp.flow.dsl import Flow
     from pgflow_otp.flow.target import Source
+
+#: MiB that a step's memory_mb has to leave beyond what the imported modules hold.
+_MEMORY_TO_WORK_WITH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +98,12 @@ def _inspect(target: str, source: Source, write: int) -> int:
     try:
         flows = load_target(target, source)
         infos = [FlowInfo(flow.slug, flow.flow_type, name, shape_of(flow)).as_json() for name, flow in flows.items()]
+        too_small = _memory_too_small(flows.values())
         empty = [flow.slug for flow in flows.values() if not flow.steps]
         if empty:
             answer: dict[str, Any] = {"error": f"flow '{empty[0]}' in {target} has no steps"}
+        elif too_small:
+            answer = {"error": too_small}
         else:
             answer = {"flows": infos}
     except PgflowError as error:
@@ -105,6 +115,24 @@ def _inspect(target: str, source: Source, write: int) -> int:
         if stream is not None:
             stream.flush()
     os._exit(0)
+
+
+def _memory_too_small(flows: Iterable[Flow]) -> str | None:
+    """Say which step could not even start: this process has imported what its handler processes will have."""
+    try:
+        with open("/proc/self/status") as status:
+            held = next(int(line.split()[1]) for line in status if line.startswith("VmData:")) / 1024
+    except (OSError, StopIteration, ValueError):
+        return None
+    least = math.ceil(held) + _MEMORY_TO_WORK_WITH
+    for flow in flows:
+        for step in flow.steps.values():
+            if step.memory_mb is not None and step.memory_mb < least:
+                return (
+                    f"flow '{flow.slug}', step '{step.slug}': memory_mb is {step.memory_mb}, but a handler process of "
+                    f"this module needs {held:.0f} MiB before it does anything; give it {least} or more"
+                )
+    return None
 
 
 def _read_all(read: int, deadline: float) -> bytes | None:

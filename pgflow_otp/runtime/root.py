@@ -17,7 +17,7 @@ from pgflow_otp import log
 from pgflow_otp.errors import ConfigurationError, TreeStartError
 from pgflow_otp.otp.exit_reason import BAD_CONFIGURATION, START_FAILED, ExitReason
 from pgflow_otp.otp.hooks import Hooks, Path
-from pgflow_otp.otp.process import close_other_descriptors, hold_stop_signals
+from pgflow_otp.otp.process import become_subreaper, close_other_descriptors, hold_stop_signals
 from pgflow_otp.otp.supervisor import Supervisor
 from pgflow_otp.runtime.administration import Administration
 from pgflow_otp.runtime.boot import BootConfig
@@ -44,6 +44,7 @@ def main(descriptor: str) -> None:
     close_other_descriptors((0, 1, 2, *kept))
     setproctitle(f"pgflow-otp: supervisor [{config.settings.name}]")
     log.configure("root", config.settings.log_level)
+    become_subreaper()  # What a dead worker leaves behind comes here, and goes.
     status = Root(config).run()
     if config.embedded is not None:
         from pgflow_otp.db.embedded import EmbeddedServer  # only now: the root itself needs no database

@@ -21,6 +21,7 @@ from pgflow_otp.db import tasks, workers
 from pgflow_otp.db.connection import connect_async
 from pgflow_otp.errors import DatabaseUnavailable
 from pgflow_otp.flow.payload import storable
+from pgflow_otp.otp.process import allow_many_descriptors, become_subreaper, offer_to_the_oom_killer
 from pgflow_otp.pool.forkserver import HandlerConfig
 from pgflow_otp.pool.outcome import Outcome
 from pgflow_otp.pool.pool import HandlerPool
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 LAST_WILL = 1.0
 #: Exit status of a worker that was told by the database to make room for a new one.
 DEPRECATED = 75
+#: How readily the system ends a worker when memory runs out (0 as anything else, 1000 first). Handlers go before it.
+WORKER_SCORE = 100
+#: Seconds between two looks whether what runs is still wanted.
+LOOK = 1.0
 #: SQLSTATE classes of errors that another attempt may not meet: connection, resources, operator, lock, rollback.
 _TRANSIENT_CLASSES = ("08", "40", "53", "55", "57", "58")
 
@@ -60,6 +65,9 @@ class WorkerConfig:
 def run_worker(context: ChildContext, config: WorkerConfig) -> int:
     """Start function of a worker process."""
     log.configure(f"worker:{config.slug}", config.settings.log_level)
+    allow_many_descriptors()
+    offer_to_the_oom_killer(WORKER_SCORE)
+    become_subreaper()
     worker = Worker(context, config)
     worker.pool.start_forkserver()
     return asyncio.run(worker.run())
@@ -100,6 +108,7 @@ class Worker:
         """Work until told to stop; return the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain)
+        loop.add_signal_handler(signal.SIGCHLD, self.pool.kill_strays)
         loop.add_reader(self._context.channel.fileno(), self._message_arrived)
         loop.add_reader(self._context.lifeline, self._parent_died)
         self.pool.attach()
@@ -182,16 +191,19 @@ class Worker:
                 answer.set_result(payload if payload is not None else b"null")
         while self._outcomes:
             task, outcome = self._outcomes[0]
+            if outcome.verdict == "cancelled":
+                self._outcomes.pop(0)
+                continue
             status = await self._settle_one(task, outcome)
             self._outcomes.pop(0)
             _log_outcome(task, outcome, status)
 
     async def _settle_one(self, task: ClaimedTask, outcome: Outcome) -> str:
         connection = await self._connect()
+        verdict = outcome.verdict
+        assert verdict != "cancelled"
         try:
-            return await tasks.settle_task(
-                connection, task, self.worker_id, outcome.verdict, outcome.output, outcome.error
-            )
+            return await tasks.settle_task(connection, task, self.worker_id, verdict, outcome.output, outcome.error)
         except psycopg.Error as error:
             if connection.closed or is_transient(error):
                 raise
@@ -335,17 +347,31 @@ class Worker:
             self._outage_logged = False
         self._backoff.reset()
 
+    async def _end_unwanted(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """End the attempts whose run has failed or was cancelled, or whose step is skipped: nobody waits for them."""
+        running = self.pool.running
+        for position in await tasks.unwanted(connection, self.worker_id, running) if running else ():
+            if self.pool.cancel(running[position]):
+                logger.info("ending a task that nobody waits for any more", **_fields(running[position]))
+
     async def _heartbeat(self) -> None:
         """Say that we live, on a connection of its own: somebody's long transaction on a run must not silence it."""
         connection: psycopg.AsyncConnection[Any] | None = None
+        loop = asyncio.get_running_loop()
+        next_beat = loop.time() + self._settings.heartbeat_interval
         try:
             while True:
-                await asyncio.sleep(self._settings.heartbeat_interval)
-                if not self._registered:
+                await asyncio.sleep(min(LOOK, max(next_beat - loop.time(), 0.0)))
+                due = loop.time() >= next_beat
+                if not self._registered or not (due or self._running):
                     continue
                 try:
                     if connection is None or connection.closed:
                         connection = await connect_async(self._config.dsn, f"heartbeat:{self._config.slug}")
+                    await self._end_unwanted(connection)
+                    if not due:
+                        continue
+                    next_beat = loop.time() + self._settings.heartbeat_interval
                     if not await workers.heartbeat(connection, self.worker_id) and not self._draining.is_set():
                         logger.info("this worker was deprecated; draining, another takes over")
                         self._deprecated = True
