@@ -6,9 +6,12 @@ it refuses to write and reads as floats.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 
 import orjson
@@ -38,13 +41,15 @@ def decode(raw: bytes) -> Any:
 def encode(value: Any, what: str = "output") -> bytes:
     """Return a value as JSON that PostgreSQL can store.
 
-    Dataclasses, datetimes, UUIDs and enums are written as orjson writes them; tuples become arrays.
+    Beside what JSON has: tuples become arrays; dataclasses and pydantic models objects; datetimes, dates and times ISO
+    8601 texts; UUIDs texts; enums their values; Decimals texts, which keep every digit; numpy scalars and arrays those
+    of JSON.
 
     Raises:
         PayloadError: part of it has no JSON form (a set, NaN, a key that is no string…). Names the path and the type.
     """
     try:
-        raw = orjson.dumps(value)
+        raw = orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
     except (TypeError, RecursionError):
         return _encode_slowly(value, what)
     if b"null" in raw or b"\\u0000" in raw:
@@ -64,7 +69,32 @@ def _encode_slowly(value: Any, what: str) -> bytes:
 
 
 def _convert(value: Any) -> Any:
-    return orjson.loads(orjson.dumps(value))
+    try:
+        return _plain(value)
+    except TypeError:
+        return orjson.loads(orjson.dumps(value))  # dates, UUIDs: what orjson knows and json does not
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that orjson does not know as one that it does.
+
+    Raises:
+        TypeError: it has no JSON form.
+    """
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            raise TypeError(f"{value} is no number that JSON can hold")
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    # By what they can do: neither has to be installed.
+    if hasattr(type(value), "model_dump"):
+        return value.model_dump(mode="json")
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 def _check(value: Any, path: str) -> None:
@@ -83,10 +113,25 @@ def _check(value: Any, path: str) -> None:
         for index, item in enumerate(value):
             _check(item, f"{path}[{index}]")
     elif not (value is None or isinstance(value, bool | int)):
-        try:
-            orjson.dumps(value)
-        except TypeError:
-            raise PayloadError(f"{path} is a {type(value).__name__}, which has no JSON form") from None
+        _check_object(value, path)
+
+
+def _check_object(value: Any, path: str) -> None:
+    if isinstance(value, Decimal) and not value.is_finite():
+        raise PayloadError(f"{path} is {value}, which JSON cannot hold")
+    try:
+        plain = _plain(value)
+    except TypeError:
+        pass
+    else:
+        _check(plain, path)
+        return
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        name = type(value).__name__
+        hint = "; it has to be awaited" if name == "coroutine" else ""
+        raise PayloadError(f"{path} is a {name}, which has no JSON form{hint}") from None
 
 
 def _check_text(text: str, path: str) -> None:
