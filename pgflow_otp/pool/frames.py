@@ -32,13 +32,16 @@ def log_fields(role: str, task: ClaimedTask | None) -> dict[str, Any]:
     return {"role": role, **bound}
 
 
-def task_report(task: ClaimedTask, age: float) -> dict[str, Any]:
-    """Return a running task as people see it; its age in seconds."""
-    return {
-        "run_id": str(task.run_id),
-        "step": task.step_slug,
-        "index": task.task_index,
-        "attempt": task.attempt,
-        "timeout": task.timeout,
-        "age": round(age, 3),
-    }
+def slot_report(index: int, pid: int | None, state: str, task: ClaimedTask | None, age: float) -> dict[str, Any]:
+    """Return a slot as people see it; the age of its attempt in seconds."""
+    shown: dict[str, Any] = {"slot": index, "pid": pid, "state": state}
+    if task is not None:
+        shown["task"] = {
+            "run_id": str(task.run_id),
+            "step": task.step_slug,
+            "index": task.task_index,
+            "attempt": task.attempt,
+            "timeout": task.timeout,
+            "age": round(age, 3),
+        }
+    return shown

@@ -22,9 +22,9 @@ class Outcome:
     error: str | None = None
 
 
-def describe_death(frame: dict[str, Any]) -> str:
-    """Return how a handler process ended, in words."""
-    peak = f"peak memory {frame['peak_kib'] / 1024:.0f} MiB"
+def describe_death(frame: dict[str, Any], age: float) -> str:
+    """Return how a handler process ended, in words. `age`: seconds since it was forked."""
+    peak = f"peak memory {frame['peak_kib'] / 1024:.0f} MiB, age {age:.1f} s"
     if frame["signal"] is None:
         return f"handler process exited with status {frame['code']} before giving a result ({peak})"
     name = signal_name(frame["signal"])

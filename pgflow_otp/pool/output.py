@@ -7,6 +7,7 @@ not lost. A flood is held back where it comes from: the pipe fills, and only the
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 from collections import deque
@@ -15,12 +16,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from loguru import logger
 
+from pgflow_otp.flow.payload import storable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pgflow_otp.pool.outcome import Outcome
 
 #: Bytes kept of an attempt's output, and of the stacks that are dumped at its deadline.
 KEPT_OUTPUT = 16 * 1024
 KEPT_STACK = 32 * 1024
+#: Characters of an error with all that belongs to it.
+LONGEST_DIAGNOSIS = 60_000
 #: Begins a line that holds a log record as JSON.
 RECORD_MARK = "\x1e"
 #: Level of a printed line: shown unless only errors are.
@@ -77,14 +84,15 @@ class Output:
         self._take(self._rest)
         self._rest = b""
 
-    def diagnosis(self) -> str:
-        """Return the stacks that were dumped, and the last of what was printed; empty when there is neither."""
-        parts = []
+    def explain(self, outcome: Outcome) -> Outcome:
+        """Return a failure with what the process had to say: the stacks it has dumped, the last of what it printed."""
+        self.drain()
+        text = outcome.error or ""
         if self._stack:
-            parts.append("\nstack when it was killed, innermost call first:\n" + "\n".join(self._stack))
+            text += "\nstack when it was killed, innermost call first:\n" + "\n".join(self._stack)
         if self._kept:
-            parts.append("\nlast output:\n" + "\n".join(f"  {line}" for line in self._kept))
-        return "".join(parts)
+            text += "\nlast output:\n" + "\n".join(f"  {line}" for line in self._kept)
+        return dataclasses.replace(outcome, error=storable(text, LONGEST_DIAGNOSIS))
 
     def close(self) -> None:
         """Read no more. May be called again."""

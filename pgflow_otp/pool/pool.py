@@ -160,7 +160,7 @@ class HandlerPool:
         elif message["m"] == "fork_failed":
             slot.exited(generation, f"no handler process could be started: {message['reason']}")
         elif message["m"] == "exited":
-            slot.exited(generation, describe_death(message))
+            slot.exited(generation, describe_death(message, slot.age))
 
     def _forkserver_lost(self) -> None:
         for slot in self._slots:

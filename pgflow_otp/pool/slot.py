@@ -6,45 +6,27 @@ The generation in every message about a slot makes a late kill or a late exit of
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pgflow_otp.flow.payload import storable
 from pgflow_otp.otp.channel import Channel, ChannelBroken
-from pgflow_otp.pool.frames import log_fields, task_frame, task_report
+from pgflow_otp.pool.frames import log_fields, slot_report, task_frame
 from pgflow_otp.pool.killing import Killing
 from pgflow_otp.pool.outcome import Outcome
 from pgflow_otp.pool.output import Output
 from pgflow_otp.pool.timers import Timers, either
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pgflow_otp.db.tasks import ClaimedTask, Verdict
+    from pgflow_otp.pool.owner import SlotOwner
     from pgflow_otp.settings import Settings
 
 #: Seconds the forkserver may take to tell how a handler ended that the kernel says is dead.
 STATUS_WAIT = 2.0
 #: Seconds a process that did not get ready has to show its stack.
 _SHOW_STACK = 0.2
-#: Characters of an error with all that belongs to it.
-LONGEST_DIAGNOSIS = 60_000
-
-
-class SlotOwner(Protocol):
-    """What a slot needs of its pool."""
-
-    def send(self, header: dict[str, Any], *descriptors: int) -> None: ...
-    @property
-    def is_booted(self) -> bool: ...
-    async def wait_booted(self) -> None: ...
-    def load_flow_input(self, task: ClaimedTask, answer: Callable[[bytes], None]) -> None: ...
-    def give_up_forkserver(self) -> None: ...
-    def setup_failed(self, reason: str) -> None: ...
-    @property
-    def flow_slug(self) -> str: ...
 
 
 class Slot:
@@ -80,6 +62,11 @@ class Slot:
         self._gone = asyncio.Event()
         self._timers = Timers()
         self._killing = Killing(self, owner, self._timers)
+
+    @property
+    def age(self) -> float:
+        """Seconds since its process was forked."""
+        return self._age(self._forked_at)
 
     @property
     def has_process(self) -> bool:
@@ -325,8 +312,6 @@ class Slot:
         if channel is self._channel and not channel.has_unsent:
             asyncio.get_running_loop().remove_writer(channel.fileno())
 
-    # What is said of the process
-
     def forked(self, pid: int, pidfd: int | None) -> None:
         """The forkserver has forked it. The kernel will tell when it is dead, where it gives a descriptor for that."""
         self._pid, self.pidfd = pid, pidfd
@@ -386,15 +371,9 @@ class Slot:
 
     def report(self) -> dict[str, Any]:
         """Return what there is to see of it; the age of the attempt in seconds."""
-        shown: dict[str, Any] = {"slot": self.index, "pid": self._pid if self.has_process else None}
-        shown["state"] = (
-            "dying" if self._is_dying else "starting" if not self.is_up else "busy" if self.task else "idle"
-        )
-        if (task := self.task) is not None:
-            shown["task"] = task_report(task, self._age(self._given_at) if self._is_given else 0.0)
-        return shown
-
-    # Small things
+        state = "dying" if self._is_dying else "starting" if not self.is_up else "busy" if self.task else "idle"
+        age = self._age(self._given_at) if self._is_given else 0.0
+        return slot_report(self.index, self._pid if self.has_process else None, state, self.task, age)
 
     def _set_up(self, failure: str | None) -> None:
         """The process is ready for tasks, or will never be. An attempt that was ended meanwhile blames nobody."""
@@ -408,8 +387,7 @@ class Slot:
         """Return a failure with what the process had to say: its stacks, the last of its output."""
         if outcome.error is None or self._output is None:
             return outcome
-        self._output.drain()
-        return dataclasses.replace(outcome, error=storable(outcome.error + self._output.diagnosis(), LONGEST_DIAGNOSIS))
+        return self._output.explain(outcome)
 
     def _age(self, since: float) -> float:
         return asyncio.get_running_loop().time() - since

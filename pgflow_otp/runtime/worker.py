@@ -26,6 +26,7 @@ from pgflow_otp.pool.forkserver import HandlerConfig
 from pgflow_otp.pool.outcome import Outcome
 from pgflow_otp.pool.pool import HandlerPool
 from pgflow_otp.runtime.backoff import Backoff
+from pgflow_otp.runtime.heartbeat import Heartbeat
 from pgflow_otp.runtime.poll_timer import PollTimer
 from pgflow_otp.runtime.waiting import wait_event
 
@@ -41,8 +42,6 @@ LAST_WILL = 1.0
 DEPRECATED = 75
 #: How readily the system ends a worker when memory runs out (0 as anything else, 1000 first). Handlers go before it.
 WORKER_SCORE = 100
-#: Seconds between two looks whether what runs is still wanted.
-LOOK = 1.0
 #: SQLSTATE classes of errors that another attempt may not meet: connection, resources, operator, lock, rollback.
 _TRANSIENT_CLASSES = ("08", "40", "53", "55", "57", "58")
 
@@ -114,7 +113,17 @@ class Worker:
         self.pool.attach()
         # The promise of a start is a stable state, not a reachable database (29).
         self._context.ready(worker_id=str(self.worker_id), flow=self._config.slug)
-        beat = loop.create_task(self._heartbeat())
+        heartbeat = Heartbeat(
+            self._config.dsn,
+            self._config.slug,
+            self.worker_id,
+            self._settings.heartbeat_interval,
+            is_registered=lambda: self._registered,
+            running=lambda: self.pool.running,
+            on_unwanted=self._end_unwanted,
+            on_deprecated=self._deprecate,
+        )
+        beat = loop.create_task(heartbeat.run())
         try:
             await self._serve()
             await self._finish()
@@ -347,40 +356,15 @@ class Worker:
             self._outage_logged = False
         self._backoff.reset()
 
-    async def _end_unwanted(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """End the attempts whose run has failed or was cancelled, or whose step is skipped: nobody waits for them."""
-        running = self.pool.running
-        for position in await tasks.unwanted(connection, self.worker_id, running) if running else ():
-            if self.pool.cancel(running[position]):
-                logger.info("ending a task that nobody waits for any more", **_fields(running[position]))
+    def _end_unwanted(self, task: ClaimedTask) -> None:
+        if self.pool.cancel(task):
+            logger.info("ending a task that nobody waits for any more", **_fields(task))
 
-    async def _heartbeat(self) -> None:
-        """Say that we live, on a connection of its own: somebody's long transaction on a run must not silence it."""
-        connection: psycopg.AsyncConnection[Any] | None = None
-        loop = asyncio.get_running_loop()
-        next_beat = loop.time() + self._settings.heartbeat_interval
-        try:
-            while True:
-                await asyncio.sleep(min(LOOK, max(next_beat - loop.time(), 0.0)))
-                due = loop.time() >= next_beat
-                if not self._registered or not (due or self._running):
-                    continue
-                try:
-                    if connection is None or connection.closed:
-                        connection = await connect_async(self._config.dsn, f"heartbeat:{self._config.slug}")
-                    await self._end_unwanted(connection)
-                    if not due:
-                        continue
-                    next_beat = loop.time() + self._settings.heartbeat_interval
-                    if not await workers.heartbeat(connection, self.worker_id) and not self._draining.is_set():
-                        logger.info("this worker was deprecated; draining, another takes over")
-                        self._deprecated = True
-                        self._drain()
-                except (psycopg.Error, DatabaseUnavailable) as error:
-                    logger.debug(f"heartbeat failed: {_line(error)}")
-        finally:
-            if connection is not None:
-                await connection.close()
+    def _deprecate(self) -> None:
+        if not self._draining.is_set():
+            logger.info("this worker was deprecated; draining, another takes over")
+            self._deprecated = True
+            self._drain()
 
 
 def is_transient(error: psycopg.Error) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -32,6 +34,24 @@ class Demanding(Exception):
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
+
+
+def sleep_in_thread() -> None:
+    time.sleep(3600)
+
+
+def escape(path: str) -> None:
+    """Leave a process behind that is in a session of its own and has no parent any more; write its pid to a file."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with open(f"{path}.new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(f"{path}.new", path)
+            time.sleep(3600)
+        os._exit(0)
+    os.wait()
 
 
 def act(request: Any, ctx: Context) -> Any:
@@ -116,6 +136,62 @@ def act(request: Any, ctx: Context) -> Any:
             started.write(f"{os.getpid()} {os.getppid()}\n")
         while not os.path.exists(request["go"]):
             time.sleep(0.01)
+    elif what == "print":
+        for number in range(request["lines"]):
+            print(f"line {number} {request.get('text', '')}")
+        if "then" in request:
+            return act(request["then"], ctx)
+    elif what == "write":
+        sys.stderr.write("no newline at the end")
+        raise ValueError("after writing")
+    elif what == "log":
+        ctx.logger.warning("something odd: {}", request["text"])
+    elif what == "escape":
+        escape(request["path"])
+        if "then" in request:
+            return act(request["then"], ctx)
+    elif what == "surroundings":
+        os.chdir("/")
+        os.umask(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    elif what == "where":
+        before = os.umask(0o22)
+        os.umask(before)
+        return {"folder": os.getcwd(), "umask": before, "timer": signal.getitimer(signal.ITIMER_REAL)[0]}
+    elif what == "multiprocessing":
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return pool.map(abs, [-1, -2, -3])
+    elif what == "executor":
+        with concurrent.futures.ProcessPoolExecutor(2) as executor:
+            return list(executor.map(abs, [-1, -2, -3]))
+    elif what == "waitpid":
+        child = subprocess.Popen(["true"])
+        assert os.waitpid(-1, 0)[0] == child.pid
+        child.returncode = 0
+    elif what == "setsid":
+        try:
+            os.setsid()
+        except PermissionError:
+            return "leads its session already"
+    elif what == "threads":
+        threading.Thread(target=sleep_in_thread, daemon=True).start()
+        time.sleep(3600)
+    elif what == "burn":
+        while True:
+            pass
+    elif what == "allocate":
+        return len(bytearray(request["mib"] * 2**20))
+    elif what == "score":
+        with open("/proc/self/oom_score_adj") as own, open(f"/proc/{os.getppid()}/oom_score_adj") as parents:
+            return [int(own.read()), int(parents.read())]
+    elif what == "garbage":
+        for descriptor in range(3, 64):
+            try:
+                if "socket:" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    os.write(descriptor, b"\xff" * 64)
+            except FileNotFoundError:
+                continue
     elif what == "wait_for_shutdown":
         with open(request["started"], "a") as started:
             started.write("x")
@@ -125,7 +201,23 @@ def act(request: Any, ctx: Context) -> Any:
     return "done"
 
 
+limited = Flow("limited", max_attempts=1, base_delay=0, timeout=20)
+forked = Flow("forked", max_attempts=1, base_delay=0, timeout=20)
+
 one.step("act")(act)
+limited.step("act", memory_mb=150, cpu_seconds=1)(act)
+
+
+@forked.step()
+def waits(request: Any, ctx: Context) -> Any:
+    return act(request["waits"], ctx)
+
+
+@forked.step()
+def fails(request: Any, ctx: Context) -> Any:
+    return act(request["fails"], ctx)
+
+
 many.map("act")(act)
 
 
