@@ -34,15 +34,28 @@ def configure(role: str, level: str) -> None:
     )
 
 
-def configure_handler(descriptor: int, level: str) -> None:
-    """Send a handler process's records through its own pipe to its worker, which writes them into the log.
+class HandlerLog:
+    """Sends a handler process's records through its own pipe to its worker, which writes them into the log.
 
-    Args:
-        descriptor: the pipe.
-        level: the least severe level that is sent.
+    Set up once in the parent of the handlers, for that is slow; each handler only says where its pipe is. Until then
+    records go to standard error, as everybody's.
     """
 
-    def send(message: Message) -> None:
+    def __init__(self, role: str, level: str) -> None:
+        self._descriptor: int | None = None
+        self._sink = _Sink()
+        logger.remove()
+        logger.configure(extra={"role": role})
+        logger.add(self._take, level=level.upper(), format=_format, colorize=False, backtrace=False, diagnose=False)
+
+    def send_to(self, descriptor: int) -> None:
+        """Send what comes from now on through this pipe."""
+        self._descriptor = descriptor
+
+    def _take(self, message: Message) -> None:
+        if self._descriptor is None:
+            self._sink.write(str(message))
+            return
         record = message.record
         text = record["message"]
         if record["exception"] is not None:
@@ -50,12 +63,9 @@ def configure_handler(descriptor: int, level: str) -> None:
         extra = {key: str(value) for key, value in record["extra"].items() if key not in ("role", "flow")}
         line = json.dumps({"level": record["level"].name, "message": text[: LONGEST_LINE // 2], "extra": extra})
         try:
-            os.write(descriptor, f"\x1e{line}\n".encode())
+            os.write(self._descriptor, f"\x1e{line}\n".encode())
         except OSError:
             pass
-
-    logger.remove()
-    logger.add(send, level=level.upper(), format="{message}", backtrace=False, diagnose=False)
 
 
 class _Sink:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HAS_PIDFD = hasattr(os, "pidfd_open")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
 #: Whether orphans come to this process, and the children it had before they could.
 _adopts = False
 _own_before: frozenset[int] = frozenset()
@@ -193,8 +194,7 @@ def allow_many_descriptors(most: int = 65_536) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 

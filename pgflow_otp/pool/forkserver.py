@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgflow_otp.errors import PgflowError
 from pgflow_otp.flow.target import load_target
+from pgflow_otp.log import HandlerLog
 from pgflow_otp.otp import process
 from pgflow_otp.pool.handler import HandlerProcess, take_over_output
 
@@ -63,6 +64,7 @@ class ForkServer:
         self._users_descriptors: tuple[int, ...] = ()
         #: Processes that the import has started.
         self._users_children: frozenset[int] = frozenset()
+        self._log = HandlerLog(f"forkserver:{config.flow_slug}", config.log_level)
 
     def run(self) -> int:
         os.dup2(2, 1)  # What user code prints is log output; standard output belongs to the command's result.
@@ -132,7 +134,7 @@ class ForkServer:
         def main() -> int:
             # What its own children leave behind comes to it, and on its death to us: then it is known whose it was.
             process.become_subreaper()
-            take_over_output(output, config.log_level)
+            take_over_output(output, self._log)
             channel = socket.socket(fileno=descriptor)
             channel.setblocking(True)
             return HandlerProcess(flow, channel, config.dsn, config.max_payload).run()

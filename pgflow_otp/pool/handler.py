@@ -1,7 +1,7 @@
 """Inside a handler process: take a task, run the user's function, answer. One task at a time, one channel, no database.
 
 Frames from the worker: {"m": "task", …} with the input as payload, {"m": "flow_input"} with it, {"m": "drain"}.
-Frames to the worker: "up", "began", "done" with the output, "failed", "flow_input" (a request).
+Frames to the worker: "up", "done" with the output, "failed", "flow_input" (a request).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import UUID
 
-from pgflow_otp import log
 from pgflow_otp.db.connection import connect
 from pgflow_otp.errors import NonRetryable, PayloadError
 from pgflow_otp.flow.context import Context
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from pgflow_otp.flow.definition import StepDefinition
     from pgflow_otp.flow.dsl import Flow
+    from pgflow_otp.log import HandlerLog
 
 #: Exit status of a handler process whose channel failed: it can do no more, and the worker sees why.
 CHANNEL_LOST = 74
@@ -88,7 +88,6 @@ class HandlerProcess:
                 self._drain_requested = True
 
     def _serve(self, header: dict[str, Any], payload: bytes) -> None:
-        self._send({"m": "began"})
         answer: dict[str, Any]
         output = b""
         try:
@@ -242,7 +241,7 @@ def _call(step: StepDefinition, value: Any, context: Context) -> Any:
     return result
 
 
-def take_over_output(descriptor: int, log_level: str) -> None:
+def take_over_output(descriptor: int, handler_log: HandlerLog) -> None:
     """Let everything this process prints go to its worker line by line, log records and the stacks of a crash too.
 
     SIGUSR2 makes it show what every thread is doing, even one that hangs in C and keeps the GIL.
@@ -251,7 +250,7 @@ def take_over_output(descriptor: int, log_level: str) -> None:
         os.dup2(descriptor, standard)
     sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
-    log.configure_handler(descriptor, log_level)
+    handler_log.send_to(descriptor)
     faulthandler.enable(descriptor)
     faulthandler.register(signal.SIGUSR2, descriptor, all_threads=True)
 

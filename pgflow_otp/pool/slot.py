@@ -184,9 +184,8 @@ class Slot:
         self._output.drain()
         self._output.begin()
         self._send(*task_frame(task))
-        # The clock starts when the handler has the task (195); one that never takes it is not waited for.
-        not_taken = Outcome("failed", error="the handler process did not take the task")
-        self._timers.after(self._settings.boot_timeout, self.end, not_taken)
+        # It waits for a frame, so it has the task now: the clock starts (195).
+        self._timers.after(task.timeout, self._timed_out, self.generation)
 
     def _after_task(self) -> None:
         if not self.has_process or self._is_dying:
@@ -274,10 +273,6 @@ class Slot:
             self._die(f"setup of the handler process failed: {error}", self._settings.kill_grace)
         elif self._outcome is None or self._outcome.done() or self._decided is not None or self.task is None:
             return  # Too late: the attempt is over (128). The process is on its way out.
-        elif message == "began":
-            if not self._is_dying:  # Else the timers that wait for its end stay.
-                self._timers.cancel()
-                self._timers.after(self.task.timeout, self._timed_out, self.generation)
         elif message == "flow_input":
             generation = self.generation
             self._owner.load_flow_input(self.task, lambda raw: self._answer(generation, raw))

@@ -40,7 +40,11 @@ def pgflow(command: list[str], tmp_path: Path) -> Callable[..., subprocess.Compl
 
 
 def environment_for(folder: Path, **more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PG") or k in ("PGFLOW_TEST_TOKEN", "PGFLOW_RUNTIME_DIR")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("PG") or k in ("PGFLOW_TEST_TOKEN", "PGFLOW_RUNTIME_DIR")
+    }
     return {**kept, "XDG_DATA_HOME": str(folder / "data"), **more}
 
 
@@ -299,7 +303,10 @@ def test_start_becomes_the_root_and_stops_on_sigterm(
     command: list[str], database: str, tmp_path: Path, token: str
 ) -> None:
     running = start(command, tmp_path, "start", "--flows", "flows.zoo", "--dsn", database, cwd=REPOSITORY / "tests")
-    wait_for(lambda: "ready: serving forked, greet, limited, many, one, patient" in (tmp_path / "log").read_text(), "the tree")
+    wait_for(
+        lambda: "ready: serving forked, greet, limited, many, one, patient" in (tmp_path / "log").read_text(),
+        "the tree",
+    )
     assert running.pid in titled(token, "pgflow-otp: supervisor [pgflow]")
     running.send_signal(signal.SIGUSR1)
     wait_for(lambda: "worker:patient: running pid" in (tmp_path / "log").read_text(), "the dump of the tree")
