@@ -279,7 +279,7 @@ def test_a_module_that_breaks_stops_the_claims_until_it_is_mended(
     with Supervisor.spawn("mended", dsn=database, **QUICK) as tree:
         tree.await_ready(30)
         module.write_text("import no_such_thing\n" + good)
-        (forkserver,) = titled(token, "forkserver:mended")
+        (forkserver,) = wait_for(lambda: titled(token, "forkserver:mended"), "the forkserver")
         os.kill(forkserver, signal.SIGKILL)
         log.wait("no tasks are taken: importing mended failed: ModuleNotFoundError: No module named 'no_such_thing'")
         run_id = tree.client.start_flow("mended", None)

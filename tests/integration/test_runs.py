@@ -70,7 +70,8 @@ def test_a_job_runs_and_is_marked_as_one(spawn: Spawn, connection: psycopg.Conne
 def test_several_flows_are_served_by_workers_of_their_own(spawn: Spawn) -> None:
     tree = spawn("flows.zoo")
     workers = next(c for c in tree.which_children() if c["id"] == "workers")["children"]
-    assert {w["id"] for w in workers} == {"worker:one", "worker:many", "worker:patient", "worker:greet"}
+    slugs = ("one", "many", "patient", "limited", "forked", "greet")
+    assert {w["id"] for w in workers} == {f"worker:{slug}" for slug in slugs}
     assert tree.client.start_flow_sync("greet", "Bob").output == {"greet": "hello Bob"}
     assert tree.client.start_flow_sync("many", [{"do": "echo", "value": 1}]).output == {"act": [1]}
 
