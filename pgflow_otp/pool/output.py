@@ -41,6 +41,9 @@ _LINES_PER_SLICE = 100
 _PIPE = 128 * 1024
 _STACK_HEAD = re.compile(r"(Current thread|Thread|Fatal Python error|Extension modules)\b.*")
 
+#: Parts of stack lines that say nothing about the user's code.
+_NOT_THE_USERS = ("/pgflow_otp/", 'File "<string>", line 1 in')
+
 logger.level(OUTPUT_LEVEL, no=35, color="<white>")
 
 
@@ -89,7 +92,7 @@ class Output:
         self.drain()
         text = outcome.error or ""
         if self._stack:
-            text += "\nstack when it was killed, innermost call first:\n" + "\n".join(self._stack)
+            text += "\nstack at its end, innermost call first:\n" + "\n".join(self._stack)
         if self._kept:
             text += "\nlast output:\n" + "\n".join(f"  {line}" for line in self._kept)
         return dataclasses.replace(outcome, error=storable(text, LONGEST_DIAGNOSIS))
@@ -166,7 +169,7 @@ class Output:
         return self._in_stack
 
     def _keep_stack(self, line: str) -> None:
-        if line and "/pgflow_otp/" not in line and self._stack_size < KEPT_STACK:
+        if line and not any(part in line for part in _NOT_THE_USERS) and self._stack_size < KEPT_STACK:
             self._stack.append(f"  {line}")
             self._stack_size += len(line) + 1
 

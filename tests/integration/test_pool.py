@@ -98,7 +98,7 @@ def test_a_timeout_tells_where_it_hung(spawn: Spawn, connection: psycopg.Connect
     fail(spawn("flows.zoo:one"), {"do": what})
     first, stack = error_of(connection).split("\n", 1)
     assert first == "Task timed out after 2s"
-    assert stack.startswith("stack when it was killed, innermost call first:\n")
+    assert stack.startswith("stack at its end, innermost call first:\n")
     assert "in act" in stack
     assert "/pgflow_otp/" not in stack
     assert ("in sleep_in_thread" in stack) == (what == "threads")
