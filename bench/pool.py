@@ -35,7 +35,7 @@ from pgflow_otp.settings import Settings
 try:
     import pebble
 except ImportError:
-    pebble = None  # type: ignore[assignment]
+    pebble = None
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
